@@ -1,0 +1,33 @@
+# The two commands a fresh machine needs are `make run` and `make test`; each does all of its own set-up.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+HOME_DIR ?= .shoal
+
+.PHONY: run test check format bench test-interop test-docker clean
+.DEFAULT_GOAL := run
+
+run: $(STAMP)
+	$(BIN)/shoal --home $(HOME_DIR) local --nodes 2
+
+test: $(STAMP)
+	$(BIN)/python -m pytest -m "not interop and not docker and not gpu"
+
+check: $(STAMP)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/vulture
+	$(BIN)/python -m pytest -q tests/test_import_rule.py
+
+format: $(STAMP)
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+$(STAMP): pyproject.toml constraints.txt .ci/install
+	PYTHON=$(PYTHON) VENV=$(VENV) sh .ci/install
+	touch $@
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

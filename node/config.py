@@ -1,0 +1,123 @@
+"""Every setting of a node, with its default, limits and help. Sources and precedence: `node.settings`.
+
+Defaults here are the ones measured best on the embedded model (docs/results.md).
+"""
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class NodeConfig(Section):
+    name: str = Field("", max_length=64, description="a name for people; empty: derived from the peer id")
+    seed: int = Field(0, ge=0, lt=2**63, description="seeds sampling, the sampler and the held-out set")
+    threads: int = Field(0, ge=0, le=1024, description="torch threads; 0: all physical cores")
+
+
+class ModelConfig(Section):
+    path: str = Field("embedded", description="'embedded' (SmolLM2-135M-Instruct) or a local model directory")
+    device: str = Field("auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$", description="where the model lives")
+    dtype: Literal["auto", "float32", "bfloat16"] = Field(
+        "auto", description="compute type; auto measures which matrix product is faster here"
+    )
+
+
+class RolloutConfig(Section):
+    engine: Literal["transformers"] = Field("transformers", description="what samples completions")
+    group_size: int = Field(8, ge=2, le=256, description="G, completions per task")
+    temperature: float = Field(1.0, gt=0, le=10, description="sampling temperature")
+    max_new_tokens: int = Field(0, ge=0, le=131072, description="cap per completion; 0: the task's own budget")
+
+
+class TrainConfig(Section):
+    learning_rate: float = Field(1e-5, gt=0, le=1, description="AdamW peak learning rate")
+    betas: tuple[float, float] = Field((0.9, 0.95), description="AdamW betas")
+    weight_decay: float = Field(0.0, ge=0, description="AdamW weight decay")
+    warmup_steps: int = Field(5, ge=0, description="linear warm-up, in steps")
+    max_grad_norm: float = Field(1.0, gt=0, description="gradient clipping by global norm")
+    advantage: Literal["grpo", "dr_grpo", "rloo"] = Field("grpo", description="advantage estimator")
+    loss: Literal["dapo", "ppo", "reinforce"] = Field("dapo", description="policy loss")
+    clip_low: float = Field(0.2, gt=0, lt=1, description="lower clip, distance from 1")
+    clip_high: float = Field(0.28, gt=0, description="upper clip, distance from 1")
+    dual_clip: float = Field(3.0, gt=1, description="dual clip c for negative advantages")
+    aggregation: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"] = Field(
+        "token-mean", description="how token losses become one number"
+    )
+    aggregation_constant: float = Field(1024.0, gt=0, description="divisor of seq-mean-token-sum-norm")
+    correction: Literal["none", "tis"] = Field("tis", description="rollout-training mismatch correction")
+    tis_cap: float = Field(2.0, ge=1, description="C of truncated importance sampling")
+    kl_coefficient: float = Field(
+        0.0, ge=0, description="weight of KL to the frozen reference; 0: no reference is kept"
+    )
+    kl_estimator: Literal["k1", "k2", "k3"] = Field("k3", description="KL estimator")
+    tokens_per_micro_batch: int = Field(2048, ge=64, description="token budget of one forward and backward")
+
+
+class SwarmConfig(Section):
+    own_groups: int = Field(4, ge=0, le=4096, description="I, own groups per update")
+    foreign_groups: int = Field(4, ge=0, le=4096, description="J, foreign groups per update, as far as there are any")
+    foreign_ratio: Literal["self", "behaviour"] = Field("self", description="importance ratio of foreign tokens")
+    max_group_uses: int = Field(3, ge=1, le=100, description="how often one foreign group may be trained on")
+    max_producer_share: float = Field(1.0, gt=0, le=1, description="share of J that one producer may fill")
+    join: str = Field("", description="invite to join at start (shoal:...)")
+
+    @model_validator(mode="after")
+    def some_groups(self) -> "SwarmConfig":
+        if self.own_groups + self.foreign_groups == 0:
+            raise ValueError(
+                "own_groups + foreign_groups is 0: nothing to train on; set swarm.own_groups to at least 1"
+            )
+        return self
+
+
+class NetworkConfig(Section):
+    listen: str = Field(
+        "/ip4/0.0.0.0/tcp/0", description="multiaddr to listen on; tcp/0: a free port, kept once chosen"
+    )
+    announce: tuple[str, ...] = Field(
+        (), description="multiaddrs to tell others, where the listen address is not reachable"
+    )
+    bootstrap: tuple[str, ...] = Field((), description="multiaddrs to dial, besides those of the invite")
+    heal_seconds: float = Field(15.0, ge=1, description="how often lost announcements are asked for")
+    request_timeout: float = Field(20.0, gt=0, le=600, description="deadline of one stream request, in seconds")
+
+
+class WebConfig(Section):
+    host: str = Field("127.0.0.1", description="address of the API and the status page")
+    port: int = Field(8420, ge=0, le=65535, description="port; 0: a free one")
+    allowed_hosts: tuple[str, ...] = Field((), description="Host header values accepted besides the loopback names")
+
+
+class EvalConfig(Section):
+    every: int = Field(10, ge=0, description="steps between held-out evaluations; 0: only at the start")
+    tasks: int = Field(16, ge=1, le=4096, description="held-out tasks per environment")
+    samples: int = Field(2, ge=1, le=64, description="completions per held-out task")
+
+
+class CheckpointConfig(Section):
+    every: int = Field(25, ge=1, description="steps between full checkpoints; every step is journalled besides")
+    keep: int = Field(2, ge=1, le=100, description="full checkpoints kept, besides the best by held-out score")
+
+
+class LimitsConfig(Section):
+    store_mb: int = Field(512, ge=16, description="disk for experience, in MB")
+    stage_seconds: float = Field(600.0, gt=0, description="deadline of one stage of a step")
+    scorer_seconds: float = Field(2.0, gt=0, le=60, description="deadline for scoring one answer")
+    scorer_memory_mb: int = Field(1024, ge=256, description="memory of the scorer process")
+
+
+class Config(Section):
+    node: NodeConfig = NodeConfig()
+    model: ModelConfig = ModelConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    train: TrainConfig = TrainConfig()
+    swarm: SwarmConfig = SwarmConfig()
+    network: NetworkConfig = NetworkConfig()
+    web: WebConfig = WebConfig()
+    eval: EvalConfig = EvalConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    limits: LimitsConfig = LimitsConfig()

@@ -1,0 +1,185 @@
+"""The seams inside a node: what the loop asks of an engine, a trainer and an environment.
+
+Values are frozen; token ids and log-probabilities are plain tuples, so that they cross threads, processes and
+the journal without torch. Tensors live behind these seams only.
+"""
+
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, Protocol
+
+import msgspec
+
+FinishReason = Literal["stop", "length", "aborted"]
+
+
+class Message(msgspec.Struct, frozen=True, array_like=True):
+    """One chat message of a prompt."""
+
+    role: Literal["system", "user", "assistant", "tool"]
+    content: str
+
+
+class Score(msgspec.Struct, frozen=True, array_like=True):
+    """What a scorer says of one answer. An unparseable answer is counted apart from a wrong one."""
+
+    reward: float
+    parsed: bool
+    parts: dict[str, float] = {}
+    failure: str | None = None
+    """`scorer_failed` with why, when the scorer crashed or missed its deadline; the reward is then 0."""
+
+
+class Task(msgspec.Struct, frozen=True, array_like=True):
+    """A regenerated task. `metadata` (answer included) never leaves the process that scores."""
+
+    messages: tuple[Message, ...]
+    """The prompt as chat turns, worked examples included, ready for the model's chat template."""
+    max_tokens: int
+    """Token budget of one answer."""
+
+
+class Environment(Protocol):
+    """Verifiable tasks from a seed. Runs inside the scorer process (node/scorer.py), never in the daemon."""
+
+    name: str
+    version: str
+
+    def task(self, seed: int, index: int) -> Task:
+        """The same task for the same (seed, index) on every machine that has this version."""
+
+    def score(self, seed: int, index: int, answer: str) -> Score:
+        """Score one answer, reward in [0, 1]. May raise: the scorer process turns that into `scorer_failed`."""
+
+    def self_check(self) -> Sequence[str]:
+        """Problems found on a sample of tasks (gold answer not scoring 1, prompt over budget); empty is good."""
+
+
+@dataclass(frozen=True, slots=True)
+class PromptRequest:
+    """Sample `n` completions of one prompt."""
+
+    key: str
+    prompt_ids: tuple[int, ...]
+    n: int
+    max_new_tokens: int
+    temperature: float
+    seed: int
+    """Seeds this request's own generator, so its draws do not depend on what else is in the batch."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One sampled completion."""
+
+    token_ids: tuple[int, ...]
+    """Sampled tokens; the end-of-turn token is the last one when `finish` is 'stop'."""
+    logprobs: tuple[float, ...]
+    """log-probability of each token under the behaviour policy at temperature 1 (what the trainer computes)."""
+    finish: FinishReason
+    version: int
+    """Policy version that sampled it."""
+
+
+@dataclass(frozen=True, slots=True)
+class SampledGroup:
+    key: str
+    samples: tuple[Sample, ...]
+
+
+class Engine(Protocol):
+    """Samples completions. The in-process engine shares the trainer's tensors; vLLM is told of new weights."""
+
+    name: str
+    version: int
+
+    def generate(self, requests: Sequence[PromptRequest]) -> AsyncIterator[SampledGroup]:
+        """Yield groups as they finish, in any order. Closing the iterator aborts what is left."""
+
+    async def update_weights(self, version: int) -> None:
+        """From now on sample from this version of the policy."""
+
+    async def close(self) -> None: ...
+
+
+class TrainSequence(msgspec.Struct, frozen=True, array_like=True):
+    """One completion to learn from. All tuples have one entry a token."""
+
+    token_ids: tuple[int, ...]
+    mask: tuple[bool, ...]
+    """False: environment or tool text, seen but not trained on."""
+    advantage: float
+    behaviour_logprobs: tuple[float, ...] | None
+    """mu of each token, None where unknown (foreign text): then the correction weight is 1."""
+
+
+class TrainGroup(msgspec.Struct, frozen=True, array_like=True):
+    """Completions that share one prompt: one row of the shared-prompt forward."""
+
+    prompt_ids: tuple[int, ...]
+    sequences: tuple[TrainSequence, ...]
+    origin: Literal["own", "foreign"]
+
+
+class Batch(msgspec.Struct, frozen=True, array_like=True):
+    """Everything one update consumes. With the weights before it, it determines the weights after it."""
+
+    step: int
+    groups: tuple[TrainGroup, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateStats:
+    """What one update did. Means are over trained tokens of the whole step."""
+
+    loss: float
+    grad_norm: float
+    learning_rate: float
+    tokens_trained: int
+    tokens_forwarded: int
+    """Includes prompt tokens."""
+    kl_behaviour: float
+    """mean(mu - new) over own tokens: the mismatch between rollout and training, measured each step."""
+    max_mismatch: float
+    """max |mu - old| over own tokens sampled by the current version."""
+    clip_fraction: float
+    ess: float
+    """Effective sample size of the correction weights, as a share in (0, 1]."""
+    entropy: float
+    kl_reference: float | None
+    micro_batches: int
+    oom_retries: int
+
+
+class StepSkipped(Exception):
+    """This step made no update; the message says why in words a person can read."""
+
+
+class Interrupted(Exception):
+    """A stop was asked for; nothing of the unit of work in progress has taken effect."""
+
+
+class Trainer(Protocol):
+    """Owns the policy and its optimizer. All methods are synchronous and run on the model thread."""
+
+    step: int
+    """Updates done; also the policy version."""
+
+    def update(self, batch: Batch, should_stop: Callable[[], bool] = ...) -> UpdateStats:
+        """One optimizer step. Raises StepSkipped (non-finite loss, dumped), Interrupted between micro-batches."""
+
+    def logprobs(self, groups: Sequence[TrainGroup]) -> list[list[tuple[float, ...]]]:
+        """log-probability of every sequence token under the current policy; [group][sequence][token]."""
+
+    def save(self, directory: Path) -> None:
+        """Write model (safetensors, HF layout with tokenizer) and optimizer into an existing empty directory."""
+
+    def load(self, directory: Path) -> None:
+        """Inverse of `save`, in place. Raises CheckpointError."""
+
+    def export(self, directory: Path) -> None:
+        """Write only what inference needs: a directory `from_pretrained` loads."""
+
+    def memory(self) -> Mapping[str, int]:
+        """Bytes held, by kind: weights, gradients, optimizer."""

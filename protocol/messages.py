@@ -1,0 +1,69 @@
+"""What travels beside rollout groups: announcements on gossip, requests and answers on streams.
+
+Every message is msgpack, arrays in field order, decoded strictly; see docs/protocol.md for the bytes.
+"""
+
+from typing import Annotated
+
+import msgspec
+
+from protocol.rollout import TaskRef, UInt63
+
+GROUPS_PROTOCOL = "/shoal/groups/1.0.0"
+"""Pull a group's sealed bytes: GroupRequest -> the bytes from `offset`, or an empty answer: not held."""
+LIVE_PROTOCOL = "/shoal/live/1.0.0"
+"""Heal lost announcements: LiveRequest -> LiveResponse."""
+MANIFEST_PROTOCOL = "/shoal/manifest/1.0.0"
+"""ManifestRequest -> the manifest's bytes, or an empty answer: not held."""
+
+MAX_ANNOUNCEMENT_BYTES = 2048
+MAX_REQUEST_BYTES = 64 * 1024
+MAX_MANIFEST_BYTES = 64 * 1024
+
+Digest = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
+
+
+def announce_topic(manifest_digest: bytes, shard: int) -> str:
+    """GossipSub topic of one shard of a swarm's announcements."""
+    return f"/shoal/{manifest_digest.hex()[:32]}/announce/{shard}"
+
+
+class Announcement(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Says that a group exists and whether it is worth pulling. Travels sealed, at most 2 KiB."""
+
+    swarm: Digest
+    group: Digest
+    """SHA-256 of the group's sealed bytes: its name, and what a pulled body is checked against."""
+    size: UInt63
+    """Length of the sealed bytes."""
+    epoch: UInt63
+    task: TaskRef
+    model: Annotated[str, msgspec.Meta(max_length=64)]
+    completions: UInt63
+    reward_mean: float
+    reward_std: float
+    """Population standard deviation of the claimed rewards; 0 means nothing to learn."""
+    tokens: UInt63
+    """Sampled tokens of all completions."""
+
+
+class GroupRequest(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    group: Digest
+    offset: UInt63 = 0
+
+
+class LiveRequest(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """`have`: digests of unexpired groups the asker knows of; the answer leaves those out."""
+
+    swarm: Digest
+    have: Annotated[tuple[Digest, ...], msgspec.Meta(max_length=1024)]
+
+
+class LiveResponse(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Sealed announcements the asker lacks, newest first, at most 64."""
+
+    announcements: Annotated[tuple[bytes, ...], msgspec.Meta(max_length=64)]
+
+
+class ManifestRequest(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    digest: Digest

@@ -1,0 +1,1 @@
+"""How experience travels, is admitted, stored and chosen. Knows nothing of a model."""

@@ -1,0 +1,1 @@
+"""Local HTTP API and dashboard. Sees the node only through `web.view.NodeView`."""

@@ -1,0 +1,62 @@
+"""What the web layer may know of a node. `node.daemon` implements `NodeView`; tests use a fixture.
+
+All answers are plain JSON values (dict, list, str, int, float, bool, None), already safe to serialise. Text that
+came from peers stays text: the web layer never turns it into markup.
+"""
+
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Any, Protocol
+
+Json = Any
+"""A JSON value."""
+
+
+class NotFound(Exception):
+    """No such group, step or peer."""
+
+
+class NodeView(Protocol):
+    def status(self) -> Mapping[str, Json]:
+        """`state` (STARTING, RESUMING, TRAINING, WAITING, PAUSED, STOPPING, FAILED), `reason`, `next` (action for a
+        person, or ''), `step`, `reward` (mean of the last step or None), `reward_start`, `held_out`, `held_out_start`
+        (or None), `tokens_per_second`, `own_groups` and `foreign_groups` of the last step, `peers` (count), `peer_id`,
+        `name`, `swarm` (name), `stage` and `stage_seconds`, `last_step_age` (seconds or None), `step_deadline` (seconds
+        after which a missing step is a fault), `rss_mb`, `peak_rss_mb`, `uptime`, `version`, `model`, `groups`
+        ({published, fetched, admitted, rejected: {reason: n}, trained_foreign})."""
+
+    def steps(self, after: int, limit: int) -> Sequence[Mapping[str, Json]]:
+        """Step records with step > `after`, oldest first."""
+
+    def groups(self, before: int | None, limit: int) -> Sequence[Mapping[str, Json]]:
+        """Summaries, newest first, with row id < `before` (paging); each has `row`, `id` (hex digest), `origin`
+        (own/foreign), `producer`, `environment`, `epoch`, `rewards`, `verdict` (admitted or a reason), `detail`,
+        `at`."""
+
+    def group(self, group_id: str) -> Mapping[str, Json]:
+        """One group whole: prompt messages and completions too. A unique prefix will do. Raises NotFound."""
+
+    def peers(self) -> Sequence[Mapping[str, Json]]:
+        """`peer_id`, `connected`, `address`, `model`, `reputation`, `published`, `admitted`, `rejected`,
+        `last_seen`."""
+
+    def swarm(self) -> Mapping[str, Json]:
+        """Manifest in JSON with `digest`, `epoch` (number, ends_in), and `invite` of this node."""
+
+    def events(self, after: int, limit: int) -> Sequence[Mapping[str, Json]]:
+        """Events with id > `after`, oldest first: `id`, `at`, `level`, `kind`, `message`."""
+
+    def follow(self, after: int) -> AsyncIterator[Mapping[str, Json]]:
+        """Events as they happen, starting after id `after`."""
+
+    def config(self) -> Mapping[str, Json]:
+        """key -> {value, source, default, help}; secrets are not in it."""
+
+    def metrics(self) -> Mapping[str, float]:
+        """Prometheus samples: full metric name with labels (`shoal_rejected_total{reason="stale"}`) -> value."""
+
+    def pause(self, reason: str) -> None: ...
+
+    def resume(self) -> None: ...
+
+    def stop(self) -> None:
+        """Ask the daemon to stop in good order; returns at once."""
