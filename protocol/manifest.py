@@ -1,0 +1,216 @@
+"""What a swarm agrees on: environments, caps, epochs and topics. Its SHA-256 digest is the swarm's name.
+
+Wire form: msgpack arrays in field order, map keys sorted; only that canonical form is accepted, so that one
+manifest has one digest.
+"""
+
+import hashlib
+import math
+from functools import cached_property
+from typing import Annotated, Any
+
+import msgspec
+
+from protocol.messages import MAX_MANIFEST_BYTES
+from protocol.rollout import Name, UInt63
+
+MANIFEST_VERSION = 1
+
+Count = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
+Share = Annotated[float, msgspec.Meta(gt=0, le=1)]
+Setting = int | float | str | bool
+
+
+class ManifestError(Exception):
+    """A manifest cannot be used; the message names the field and the limit."""
+
+
+class EnvironmentSpec(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """One environment of the curriculum."""
+
+    name: Name
+    version: Name
+    """Generator and scorer version; a node without exactly this one cannot take part in this environment."""
+    weight: Annotated[int, msgspec.Meta(ge=1, le=10_000)]
+    """Share of the tasks, relative to the other environments."""
+    settings: Annotated[
+        dict[Annotated[str, msgspec.Meta(min_length=1, max_length=64)], Setting], msgspec.Meta(max_length=32)
+    ]
+    """Passed to the environment; `examples` (worked examples in the prompt) and `max_tokens` (budget of one
+    answer) are understood by every environment."""
+
+    @property
+    def max_tokens(self) -> int | None:
+        """Token budget of one answer, where the settings name one."""
+        value = self.settings.get("max_tokens")
+        return value if isinstance(value, int) else None
+
+
+class Caps(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Limits that every node of the swarm holds foreign groups to."""
+
+    max_group_bytes: Annotated[int, msgspec.Meta(ge=1024, le=64 * 2**20)] = 256 * 1024
+    """Of a sealed group, and of its decompressed payload."""
+    max_completions: Annotated[int, msgspec.Meta(ge=2, le=1024)] = 64
+    max_turns: Annotated[int, msgspec.Meta(ge=1, le=1024)] = 16
+    max_tokens_per_completion: Annotated[int, msgspec.Meta(ge=1, le=2**20)] = 4096
+    group_ttl_seconds: Annotated[int, msgspec.Meta(ge=10, le=30 * 86400)] = 1800
+    max_producer_share: Share = 0.5
+    """Of the foreign groups in one batch, as long as other producers have groups to give."""
+    reward_tolerance: Annotated[float, msgspec.Meta(ge=0, le=1)] = 1e-4
+    """How far a claimed reward may be from the local score."""
+
+
+class Manifest(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, dict=True):
+    """Field order is the wire format. `dict=True` only so that the digest is computed once."""
+
+    version: int
+    name: Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
+    genesis: UInt63
+    """Unix seconds at which epoch 0 begins."""
+    epoch_seconds: Annotated[int, msgspec.Meta(ge=10, le=30 * 86400)]
+    slots_per_epoch: Count
+    """Own tasks of one node in one epoch."""
+    shared_slots: Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
+    """Tasks of one epoch that are assigned to everybody."""
+    shards: Annotated[int, msgspec.Meta(ge=1, le=1024)]
+    """Announcement topics; a producer announces on one of them."""
+    environments: Annotated[tuple[EnvironmentSpec, ...], msgspec.Meta(min_length=1, max_length=256)]
+    caps: Caps = Caps()
+
+    def to_bytes(self) -> bytes:
+        """Canonical bytes."""
+        return _encoder.encode(self)
+
+    @classmethod
+    def from_bytes(cls, raw: bytes) -> "Manifest":
+        """Strict inverse of `to_bytes`. Raises ManifestError."""
+        if len(raw) > MAX_MANIFEST_BYTES:
+            raise ManifestError(f"manifest of {len(raw)} bytes, at most {MAX_MANIFEST_BYTES}")
+        if len(raw) < 2 or raw[0] & 0xF0 != 0x90 or raw[1] > 0x7F:
+            raise ManifestError("not a manifest: a msgpack array that begins with its version is expected")
+        if raw[1] != MANIFEST_VERSION:
+            raise ManifestError(f"manifest version {raw[1]}, this node knows {MANIFEST_VERSION}; upgrade shoal")
+        try:
+            manifest = _decoder.decode(raw)
+        except (msgspec.DecodeError, RecursionError) as error:
+            raise ManifestError(f"manifest: {error}") from error
+        if manifest.to_bytes() != raw:
+            raise ManifestError("manifest is not in canonical msgpack (see docs/protocol.md)")
+        manifest._check()
+        return manifest
+
+    @cached_property
+    def digest(self) -> bytes:
+        """SHA-256 of the canonical bytes."""
+        return hashlib.sha256(self.to_bytes()).digest()
+
+    @cached_property
+    def total_weight(self) -> int:
+        return sum(spec.weight for spec in self.environments)
+
+    def environment(self, name: str) -> EnvironmentSpec | None:
+        """The environment of that name, if the manifest has it."""
+        return next((spec for spec in self.environments if spec.name == name), None)
+
+    def epoch_at(self, now: float) -> int:
+        """Epoch at unix time `now`. 0 before genesis too: a clock a little behind must not end in epoch -1."""
+        return max(0, math.floor((now - self.genesis) / self.epoch_seconds))
+
+    def epoch_ends(self, epoch: int) -> float:
+        """Unix time at which an epoch ends."""
+        return float(self.genesis + (epoch + 1) * self.epoch_seconds)
+
+    def shard_of(self, producer: str) -> int:
+        """Announcement shard of a producer, in [0, shards)."""
+        return int.from_bytes(hashlib.sha256(b"shoal/1/shard\n" + producer.encode()).digest()[:8], "big") % self.shards
+
+    def describe(self) -> dict[str, Any]:
+        """JSON-able, for people."""
+        return {"digest": self.digest.hex(), **_named(self)}
+
+    def _check(self) -> None:
+        """What types alone do not say. Raises ManifestError."""
+        names = [spec.name for spec in self.environments]
+        if repeated := sorted({name for name in names if names.count(name) > 1}):
+            raise ManifestError(f"environments: {', '.join(repeated)} named more than once; name each once")
+        if not self.name.isprintable():
+            raise ManifestError("name: only printable characters")
+        for spec in self.environments:
+            for key, value in spec.settings.items():
+                if isinstance(value, float) and not math.isfinite(value):
+                    raise ManifestError(f"environments.{spec.name}.settings.{key}: {value} is not a finite number")
+                if isinstance(value, str) and len(value) > 256:
+                    raise ManifestError(f"environments.{spec.name}.settings.{key}: longer than 256 characters")
+            budget = spec.settings.get("max_tokens")
+            if budget is not None and (
+                isinstance(budget, bool)
+                or not isinstance(budget, int)
+                or not 1 <= budget <= self.caps.max_tokens_per_completion
+            ):
+                raise ManifestError(
+                    f"environments.{spec.name}.settings.max_tokens: {budget!r}, expected an integer from 1 to "
+                    f"caps.max_tokens_per_completion ({self.caps.max_tokens_per_completion})"
+                )
+
+
+_encoder = msgspec.msgpack.Encoder(order="deterministic")
+_decoder = msgspec.msgpack.Decoder(Manifest)
+
+
+def _named(value: object) -> Any:
+    if isinstance(value, msgspec.Struct):
+        return {name: _named(getattr(value, name)) for name in value.__struct_fields__}
+    if isinstance(value, tuple):
+        return [_named(item) for item in value]
+    return value
+
+
+def make_manifest(
+    name: str,
+    genesis: float,
+    environments: tuple[EnvironmentSpec, ...],
+    *,
+    epoch_seconds: int = 600,
+    slots_per_epoch: int = 4096,
+    shared_slots: int = 64,
+    shards: int = 1,
+    caps: Caps | None = None,
+) -> Manifest:
+    """A checked manifest: what `Manifest.from_bytes` on any node accepts. Raises ManifestError."""
+    manifest = Manifest(
+        MANIFEST_VERSION,
+        name,
+        int(genesis),
+        epoch_seconds,
+        slots_per_epoch,
+        shared_slots,
+        shards,
+        environments,
+        caps or Caps(),
+    )
+    return Manifest.from_bytes(manifest.to_bytes())
+
+
+REASONING_GYM_VERSION = "rg0.1.25-1"
+"""reasoning_gym 0.1.25, first revision of how Shoal prompts and scores it."""
+
+
+def embedded_manifest(name: str, genesis: float) -> Manifest:
+    """The default swarm: four easy reasoning_gym tasks that SmolLM2-135M gets right now and then."""
+
+    def spec(environment: str, max_tokens: int, **settings: int) -> EnvironmentSpec:
+        return EnvironmentSpec(
+            environment, REASONING_GYM_VERSION, 1, {**settings, "examples": 3, "max_tokens": max_tokens}
+        )
+
+    return make_manifest(
+        name,
+        genesis,
+        (
+            spec("letter_counting", 16, min_words=3, max_words=5),
+            spec("chain_sum", 16, min_terms=2, max_terms=2, min_digits=1, max_digits=1),
+            spec("spell_backward", 16, min_word_len=3, max_word_len=4),
+            spec("word_sorting", 24, min_words=3, max_words=3),
+        ),
+    )
