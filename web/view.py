@@ -32,11 +32,11 @@ class NodeView(Protocol):
         (own/foreign), `producer`, `environment`, `epoch`, `rewards`, `verdict` (admitted or a reason), `detail`,
         `at`."""
 
-    def group(self, group_id: str) -> Mapping[str, Json]:
+    async def group(self, group_id: str) -> Mapping[str, Json]:
         """One group whole: prompt messages and completions too. A unique prefix will do. Raises NotFound."""
 
     def peers(self) -> Sequence[Mapping[str, Json]]:
-        """`peer_id`, `connected`, `address`, `model`, `reputation`, `published`, `admitted`, `rejected`,
+        """`peer_id`, `connected`, `model`, `reputation`, `published`, `admitted`, `rejected`,
         `last_seen`."""
 
     def swarm(self) -> Mapping[str, Json]:
