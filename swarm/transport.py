@@ -8,6 +8,11 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+MAX_STREAMS_PER_PEER = 32
+"""Requests of one peer served at a time; one more is reset unread."""
+EVENT_LIMIT = 2048
+"""Events that wait for the reader before gossip is dropped and counted."""
+
 
 class TransportError(Exception):
     """The network did not do what was asked: unreachable peer, refused protocol, deadline, oversize answer."""
