@@ -3,13 +3,26 @@
 Defaults here are the ones measured best on the embedded model (docs/results.md).
 """
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, model_validator
+
+
+def split_commas(value: object) -> object:
+    """Environment variables and flags are text: `a,b` means two entries."""
+    return tuple(part.strip() for part in value.split(",") if part.strip()) if isinstance(value, str) else value
+
+
+Texts = Annotated[tuple[str, ...], BeforeValidator(split_commas)]
+Multiaddrs = Annotated[tuple[Annotated[str, StringConstraints(pattern=r"^/.+")], ...], BeforeValidator(split_commas)]
+Peers = Annotated[
+    tuple[Annotated[str, StringConstraints(pattern=r"^/.+/p2p/\w+$")], ...], BeforeValidator(split_commas)
+]
+Decay = Annotated[float, Field(ge=0, lt=1)]
 
 
 class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class NodeConfig(Section):
@@ -35,7 +48,7 @@ class RolloutConfig(Section):
 
 class TrainConfig(Section):
     learning_rate: float = Field(1e-5, gt=0, le=1, description="AdamW peak learning rate")
-    betas: tuple[float, float] = Field((0.9, 0.95), description="AdamW betas")
+    betas: Annotated[tuple[Decay, Decay], BeforeValidator(split_commas)] = Field((0.9, 0.95), description="AdamW betas")
     weight_decay: float = Field(0.0, ge=0, description="AdamW weight decay")
     warmup_steps: int = Field(5, ge=0, description="linear warm-up, in steps")
     max_grad_norm: float = Field(1.0, gt=0, description="gradient clipping by global norm")
@@ -76,12 +89,12 @@ class SwarmConfig(Section):
 
 class NetworkConfig(Section):
     listen: str = Field(
-        "/ip4/0.0.0.0/tcp/0", description="multiaddr to listen on; tcp/0: a free port, kept once chosen"
+        "/ip4/0.0.0.0/tcp/0",
+        pattern=r"^/ip[46]/[0-9a-fA-F.:]+/tcp/\d{1,5}$",
+        description="multiaddr to listen on; tcp/0: a free port, kept once chosen",
     )
-    announce: tuple[str, ...] = Field(
-        (), description="multiaddrs to tell others, where the listen address is not reachable"
-    )
-    bootstrap: tuple[str, ...] = Field((), description="multiaddrs to dial, besides those of the invite")
+    announce: Multiaddrs = Field((), description="multiaddrs to tell others, where the listen address is not reachable")
+    bootstrap: Peers = Field((), description="multiaddrs to dial, besides those of the invite")
     heal_seconds: float = Field(15.0, ge=1, description="how often lost announcements are asked for")
     request_timeout: float = Field(20.0, gt=0, le=600, description="deadline of one stream request, in seconds")
 
@@ -89,7 +102,7 @@ class NetworkConfig(Section):
 class WebConfig(Section):
     host: str = Field("127.0.0.1", description="address of the API and the status page")
     port: int = Field(8420, ge=0, le=65535, description="port; 0: a free one")
-    allowed_hosts: tuple[str, ...] = Field((), description="Host header values accepted besides the loopback names")
+    allowed_hosts: Texts = Field((), description="Host header values accepted besides the loopback names")
 
 
 class EvalConfig(Section):

@@ -1,0 +1,286 @@
+"""A node's home directory: where its files are, who may write them, and that only one process runs on it.
+
+Everything is written aside, fsynced and renamed, so a kill at any instant leaves the old file or the new one.
+Files with secrets (identity, API token, invite with its private-network key) are 0600; the directory is 0700.
+"""
+
+import fcntl
+import ipaddress
+import json
+import os
+import secrets
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import platformdirs
+import psutil
+
+from protocol.identity import Identity, IdentityError
+from protocol.invite import Invite, InviteError
+from protocol.manifest import Manifest, ManifestError
+
+CONFIG_HEADER = """\
+# Settings of this node: [section] and key = value. `shoal config show` lists every key, its value, default and source;
+# `shoal config set KEY VALUE` edits this file and keeps your comments.
+"""
+
+
+class HomeError(Exception):
+    """A file in the home is missing, damaged or not allowed; the message names it and the way out."""
+
+
+class NotInitialised(HomeError):
+    """There is no node in this directory."""
+
+
+class HomeLocked(HomeError):
+    """Another process runs on this home."""
+
+    def __init__(self, path: Path, pid: int | None) -> None:
+        who = f"process {pid}" if pid else "another process"
+        super().__init__(f"home {path} is in use by {who} ; stop it with `shoal down`, or give another --home")
+        self.pid = pid
+
+
+class NoSwarm(HomeError):
+    """The home belongs to no swarm yet."""
+
+
+@dataclass(frozen=True, slots=True)
+class DaemonInfo:
+    """What the running daemon leaves for clients on this machine."""
+
+    pid: int
+    url: str
+    """Base address of the local API, without a trailing slash."""
+    started: float
+    """Unix seconds."""
+    addresses: tuple[str, ...] = ()
+    """Own multiaddrs with /p2p/<peer id>, as the transport reports them."""
+
+
+def default_home() -> Path:
+    """SHOAL_HOME, or the platform's directory for a user's data."""
+    given = os.environ.get("SHOAL_HOME")
+    return Path(given) if given else platformdirs.user_data_path("shoal", appauthor=False)
+
+
+def models_dir() -> Path:
+    """Where converted models are kept once for all homes of this user: SHOAL_CACHE or the platform's cache."""
+    given = os.environ.get("SHOAL_CACHE")
+    return (Path(given) if given else platformdirs.user_cache_path("shoal", appauthor=False)) / "models"
+
+
+def write_atomic(path: Path, content: bytes, mode: int = 0o644) -> None:
+    """Replace `path` by `content` whole or not at all, on disk when this returns. Raises OSError."""
+    aside = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
+    try:
+        # created with its final mode: a secret is never readable by others, not even for a moment
+        with os.fdopen(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
+            os.fchmod(file.fileno(), mode)
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        aside.replace(path)
+    except OSError:
+        aside.unlink(missing_ok=True)
+        raise
+    directory = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(directory)
+    finally:
+        os.close(directory)
+
+
+class Home:
+    """Paths and small files of one node. `passphrase` opens (or, in `init`, seals) its identity."""
+
+    def __init__(self, path: Path | str | None = None, passphrase: str | None = None) -> None:
+        self.path = Path(path).expanduser().absolute() if path else default_home().expanduser().absolute()
+        self.passphrase = passphrase or os.environ.get("SHOAL_PASSPHRASE") or None
+        self.config_path = self.path / "config.toml"
+        self.identity_path = self.path / "identity.key"
+        self.token_path = self.path / "api.token"
+        self.database = self.path / "node.db"
+        self.manifest_path = self.path / "manifest.bin"
+        self.invite_path = self.path / "invite"
+        self.daemon_path = self.path / "daemon.json"
+        self.lock_path = self.path / "lock"
+        self.port_path = self.path / "listen.port"
+        self.checkpoints = self.path / "checkpoints"
+        self.logs = self.path / "logs"
+        self.log_path = self.logs / "node.log"
+
+    def init(self) -> bool:
+        """Create what is missing and keep what is there. True: a new identity was made. Raises HomeError, OSError."""
+        if self.path.exists() and not self.path.is_dir():
+            raise HomeError(f"home {self.path} is a file ; give a directory with --home")
+        fresh = not self.path.exists() or not any(self.path.iterdir())
+        for directory in (self.path, self.checkpoints, self.logs):
+            directory.mkdir(parents=True, exist_ok=True)
+        if fresh:
+            self.path.chmod(0o700)
+        if not self.config_path.exists():
+            write_atomic(self.config_path, CONFIG_HEADER.encode())
+        if not self.token_path.exists():
+            write_atomic(self.token_path, secrets.token_urlsafe(32).encode(), 0o600)
+        if self.identity_path.exists():
+            return False
+        if self.database.exists():
+            raise HomeError(
+                f"{self.identity_path} is gone but the node's database is there ; "
+                "put your backup of identity.key back, or start anew in another --home"
+            )
+        write_atomic(self.identity_path, Identity.generate().seal_bytes(self.passphrase), 0o600)
+        return True
+
+    def require(self) -> None:
+        """Raises NotInitialised where `init` has not been."""
+        if not self.identity_path.exists():
+            raise NotInitialised(f"no node in {self.path} ; run `shoal init` (or point --home at one)")
+
+    def identity(self) -> Identity:
+        """The node's key. Raises NotInitialised, HomeError (damaged, wrong or missing passphrase, open to others)."""
+        self.require()
+        mode = self.identity_path.stat().st_mode & 0o777
+        if mode & 0o077:
+            raise HomeError(f"{self.identity_path} is open to other users (mode {mode:o}) ; chmod 600 it")
+        try:
+            return Identity.open_bytes(self.identity_path.read_bytes(), self.passphrase)
+        except IdentityError as error:
+            raise HomeError(f"{self.identity_path}: {error} (passphrase: SHOAL_PASSPHRASE)") from error
+
+    def identity_is_sealed(self) -> bool:
+        """Whether `identity` needs a passphrase."""
+        return b'"protection":"none"' not in self.identity_path.read_bytes()
+
+    def token(self) -> str:
+        """Secret of the local API. Raises NotInitialised."""
+        self.require()
+        return self.token_path.read_text().strip()
+
+    @contextmanager
+    def lock(self) -> Iterator[None]:
+        """Hold the home for this process. The kernel lets go when the process dies. Raises HomeLocked."""
+        self.require()
+        with os.fdopen(os.open(self.lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600), "r+") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                text = file.read().strip()
+                raise HomeLocked(self.path, int(text) if text.isdigit() else None) from None
+            file.truncate(0)
+            file.write(str(os.getpid()))
+            file.flush()
+            try:
+                yield
+            finally:
+                file.truncate(0)
+
+    def write_daemon(self, info: DaemonInfo) -> None:
+        write_atomic(self.daemon_path, json.dumps(asdict(info)).encode(), 0o600)
+
+    def remove_daemon(self) -> None:
+        self.daemon_path.unlink(missing_ok=True)
+
+    def daemon(self) -> DaemonInfo | None:
+        """What the daemon left, or None when there is none or its process is gone (killed before it could tidy)."""
+        try:
+            fields = json.loads(self.daemon_path.read_bytes())
+            info = DaemonInfo(**{**fields, "addresses": tuple(fields["addresses"])})
+        except FileNotFoundError:
+            return None
+        except (ValueError, TypeError, KeyError) as error:
+            raise HomeError(f"{self.daemon_path} is damaged ({error}) ; delete it") from error
+        return info if psutil.pid_exists(info.pid) else None
+
+    def listen_port(self) -> int | None:
+        """The TCP port once chosen for `network.listen` with tcp/0, so that invites stay good over restarts."""
+        try:
+            return int(self.port_path.read_text())
+        except FileNotFoundError:
+            return None
+        except ValueError as error:
+            raise HomeError(f"{self.port_path} is damaged ; delete it") from error
+
+    def keep_listen_port(self, port: int) -> None:
+        write_atomic(self.port_path, str(port).encode())
+
+    def swarm(self) -> Invite:
+        """The swarm this home belongs to: manifest digest, bootstrap peers, private key. Raises NoSwarm."""
+        try:
+            return Invite.parse(self.invite_path.read_text())
+        except FileNotFoundError:
+            raise NoSwarm(
+                f"{self.path} is in no swarm ; run `shoal join INVITE` or `shoal swarm create NAME`"
+            ) from None
+        except (InviteError, UnicodeDecodeError) as error:
+            raise HomeError(f"{self.invite_path} is damaged ({error}) ; delete it and join again") from error
+
+    def manifest(self) -> Manifest | None:
+        """The swarm's manifest; None: known by digest only, to be fetched from a peer."""
+        try:
+            return Manifest.from_bytes(self.manifest_path.read_bytes())
+        except FileNotFoundError:
+            return None
+        except ManifestError as error:
+            raise HomeError(f"{self.manifest_path} is damaged ({error}) ; delete it: peers have it") from error
+
+    def keep_manifest(self, manifest: Manifest) -> None:
+        write_atomic(self.manifest_path, manifest.to_bytes())
+
+    def join(self, invite: Invite) -> None:
+        """Belong to the invite's swarm; a new invite to the same swarm replaces its bootstrap peers.
+
+        Raises HomeError when the home already belongs to another swarm.
+        """
+        self.require()
+        try:
+            present = self.swarm()
+        except NoSwarm:
+            self.manifest_path.unlink(missing_ok=True)
+        else:
+            if present.manifest_digest != invite.manifest_digest:
+                raise HomeError(f"this home is in swarm {present.name!r} already ; run `shoal leave` first")
+        write_atomic(self.invite_path, invite.to_uri().encode(), 0o600)
+
+    def found(self, manifest: Manifest, psk: bytes | None = None) -> None:
+        """Belong to a new swarm of one's own. Raises HomeError when the home already belongs to another one."""
+        self.join(Invite(manifest_digest=manifest.digest, bootstrap=(), psk=psk, name=manifest.name))
+        self.keep_manifest(manifest)
+
+    def leave(self) -> str:
+        """Belong to no swarm; model, identity and experience stay. Returns its name. Raises NoSwarm."""
+        name = self.swarm().name
+        self.invite_path.unlink()
+        self.manifest_path.unlink(missing_ok=True)
+        return name
+
+
+def reachable(addresses: Sequence[str]) -> tuple[str, ...]:
+    """Multiaddrs others can dial: an unspecified address becomes this machine's, those of the LAN first."""
+    found: dict[str, None] = {}
+    for address in addresses:
+        _, kind, host, *rest = address.split("/")
+        if kind not in ("ip4", "ip6") or not ipaddress.ip_address(host).is_unspecified:
+            found[address] = None
+            continue
+        for own in interface_addresses(4 if kind == "ip4" else 6):
+            found["/".join(("", kind, own, *rest))] = None
+    return tuple(found)
+
+
+def interface_addresses(version: int) -> list[str]:
+    """This machine's addresses of IP version 4 or 6, loopback last, link-local (useless without a zone) left out."""
+    parsed = []
+    for entries in psutil.net_if_addrs().values():
+        for entry in entries:
+            try:
+                address = ipaddress.ip_address(entry.address)
+            except ValueError:  # a hardware address, or link-local with its zone
+                continue
+            if address.version == version and not address.is_link_local:
+                parsed.append(address)
+    return [str(address) for address in sorted(set(parsed), key=lambda a: (a.is_loopback, str(a)))]

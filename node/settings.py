@@ -1,0 +1,244 @@
+"""Where settings come from: defaults < config.toml < SHOAL_<SECTION>_<KEY> < flags, each value with its source.
+
+pydantic-settings reads the sources, merges and validates them; what is here names the culprit when something is wrong.
+"""
+
+import difflib
+import os
+import tomllib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, get_args
+
+import tomlkit
+from pydantic import ValidationError
+from pydantic.fields import FieldInfo
+from pydantic_settings import (
+    BaseSettings,
+    EnvSettingsSource,
+    InitSettingsSource,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+    TomlConfigSettingsSource,
+)
+from tomlkit.exceptions import ParseError
+
+from node.config import Config, Section
+from node.home import Home, write_atomic
+
+PREFIX = "SHOAL_"
+ALIASES = MappingProxyType({"SHOAL_JOIN": "swarm.join"})
+RESERVED = frozenset({"SHOAL_HOME", "SHOAL_CACHE", "SHOAL_PASSPHRASE", "SHOAL_LOG_FORMAT"})
+"""Variables that are no settings: they say where the settings are, or must not be shown with them."""
+SECRET = frozenset({"swarm.join"})
+"""An invite may hold the key of a private network."""
+
+
+class ConfigError(Exception):
+    """A setting is unknown, of the wrong type or out of its limits; names key, value, source and the fix."""
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    config: Config
+    sources: Mapping[str, str]
+    """'section.key' -> 'default', 'config.toml', the environment variable's name, or 'flag'."""
+
+
+def fields() -> Iterator[tuple[str, FieldInfo]]:
+    """Every setting as ('section.key', field), in the order of node/config.py."""
+    for section, outer in Config.model_fields.items():
+        assert isinstance(outer.annotation, type)
+        assert issubclass(outer.annotation, Section)
+        for name, inner in outer.annotation.model_fields.items():
+            yield f"{section}.{name}", inner
+
+
+FIELDS: Mapping[str, FieldInfo] = MappingProxyType(dict(fields()))
+
+
+def variable(key: str) -> str:
+    """The environment variable of a setting."""
+    return PREFIX + key.replace(".", "_").upper()
+
+
+def value_of(config: Config, key: str) -> Any:
+    section, name = key.split(".")
+    return getattr(getattr(config, section), name)
+
+
+def load(home: Home, overrides: Mapping[str, Any] = MappingProxyType({})) -> Settings:
+    """Settings of this home. `overrides` are flags: 'section.key' -> value, text or typed. Raises ConfigError."""
+    check_keys(overrides, "flag --set")
+    by_variable = {variable(key): key for key in FIELDS}
+    aliased: dict[str, str] = {}
+    for name, text in os.environ.items():
+        if name.startswith(PREFIX) and name not in RESERVED and name not in by_variable:
+            if name not in ALIASES:
+                near = difflib.get_close_matches(name, [*by_variable, *ALIASES, *RESERVED], 1, 0.5)
+                raise ConfigError(
+                    f"unknown environment variable {name} ; {f'did you mean {near[0]}?' if near else 'unset it'}"
+                )
+            if text:
+                aliased[ALIASES[name]] = text
+
+    origins: dict[str, str] = {}
+
+    class Layers(Config, BaseSettings):
+        """Made here because the file's path is only known now."""
+
+        model_config = SettingsConfigDict(
+            env_prefix=PREFIX,
+            env_nested_delimiter="_",
+            env_nested_max_split=1,
+            env_ignore_empty=True,
+            enable_decoding=False,
+        )
+
+        @classmethod
+        def settings_customise_sources(
+            cls,
+            settings_cls: type[BaseSettings],
+            init_settings: PydanticBaseSettingsSource,
+            env_settings: PydanticBaseSettingsSource,
+            dotenv_settings: PydanticBaseSettingsSource,
+            file_secret_settings: PydanticBaseSettingsSource,
+        ) -> tuple[PydanticBaseSettingsSource, ...]:
+            file = TomlConfigSettingsSource(settings_cls, home.config_path)
+            check_keys(flatten(file.toml_data, str(home.config_path)), str(home.config_path))
+            environment = EnvSettingsSource(settings_cls)
+            alias = InitSettingsSource(settings_cls, nest(aliased))
+            origins.update(dict.fromkeys(flatten(file.toml_data, ""), "config.toml"))
+            origins.update({key: next(n for n, k in ALIASES.items() if k == key) for key in aliased})
+            origins.update({key: variable(key) for key in flatten(environment(), "")})
+            origins.update(dict.fromkeys(overrides, "flag"))
+            return init_settings, environment, alias, file
+
+    try:
+        layers = Layers(**nest(overrides))
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{home.config_path} is not valid TOML: {error} ; correct that line") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{home.config_path} is not UTF-8 text: {error} ; save it as UTF-8") from error
+    except ValidationError as error:
+        raise ConfigError(explain(error, origins)) from error
+    config = Config(**{section: getattr(layers, section) for section in Config.model_fields})
+    return Settings(config, MappingProxyType({key: origins.get(key, "default") for key in FIELDS}))
+
+
+def set_value(home: Home, key: str, value: str) -> Any:
+    """Write one setting into config.toml, keeping comments and order, and return it as parsed.
+
+    Raises ConfigError, without touching the file, when the file would not be valid with it.
+    """
+    check_keys([key], "argument KEY")
+    section, name = key.split(".")
+    path = home.config_path
+    try:
+        document = tomlkit.parse(path.read_text() if path.exists() else "")
+    except (ParseError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not valid TOML: {error} ; correct that line") from error
+    content = document.unwrap()
+    check_keys(flatten(content, str(path)), str(path))
+    content.setdefault(section, {})[name] = value
+    try:
+        parsed = value_of(Config.model_validate(content), key)
+    except ValidationError as error:
+        raise ConfigError(explain(error, {key: "argument VALUE"}, otherwise=path.name)) from error
+    if section not in document:
+        document[section] = tomlkit.table()
+    document[section][name] = list(parsed) if isinstance(parsed, tuple) else parsed
+    write_atomic(path, tomlkit.dumps(document).encode())
+    return parsed
+
+
+def public_values(settings: Settings) -> dict[str, dict[str, Any]]:
+    """key -> {value, source, default, help} in JSON values; secrets are masked."""
+    table = {}
+    for key, field in FIELDS.items():
+        value = value_of(settings.config, key)
+        if key in SECRET and value:
+            value = "(hidden)"
+        table[key] = {
+            "value": list(value) if isinstance(value, tuple) else value,
+            "source": settings.sources[key],
+            "default": list(field.default) if isinstance(field.default, tuple) else field.default,
+            "help": field.description or "",
+        }
+    return table
+
+
+def nest(flat: Mapping[str, Any]) -> dict[str, Any]:
+    nested: dict[str, Any] = {}
+    for key, value in flat.items():
+        section, name = key.split(".")
+        nested.setdefault(section, {})[name] = value
+    return nested
+
+
+def flatten(nested: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """{'swarm': {'join': x}} -> {'swarm.join': x}. Raises ConfigError for a value outside of a section."""
+    flat = {}
+    for section, content in nested.items():
+        if not isinstance(content, Mapping):
+            near = nearest(section)
+            raise ConfigError(
+                f"{where}: {section} = {content!r} stands in no section ; "
+                + (f"did you mean {near}?" if near else f"sections are {', '.join(Config.model_fields)}")
+            )
+        flat.update({f"{section}.{name}": value for name, value in content.items()})
+    return flat
+
+
+def check_keys(keys: Mapping[str, Any] | list[str], where: str) -> None:
+    for key in keys:
+        if key not in FIELDS:
+            near = nearest(key)
+            hint = f"did you mean {near}?" if near else "`shoal config show` lists all keys"
+            raise ConfigError(f"{where}: unknown key {key} ; {hint}")
+
+
+def nearest(key: str) -> str | None:
+    """The known key most like this one; a right name in the wrong section counts most."""
+    name = key.rsplit(".", 1)[-1]
+    same = [known for known in FIELDS if known.split(".")[1] == name]
+    return next(iter(same or difflib.get_close_matches(key, FIELDS, 1, 0.5)), None)
+
+
+def explain(error: ValidationError, origins: Mapping[str, str], otherwise: str = "default") -> str:
+    """The first thing wrong: key, value, where it came from, what is allowed."""
+    first, *more = error.errors()
+    others = f" (and {len(more)} more)" if more else ""
+    path = [str(part) for part in first["loc"]]
+    key = ".".join(path[:2])
+    if key in FIELDS:
+        source = origins.get(key, otherwise)
+        return (
+            f"{key} = {first['input']!r} ({source}): {first['msg'].lower()}{others} ; "
+            f"set it to {allowed(FIELDS[key])}: {FIELDS[key].description}"
+        )
+    section = path[0] if path else ""
+    sources = ", ".join(f"{name} from {source}" for name, source in origins.items() if name.startswith(f"{section}."))
+    what, _, fix = first["msg"].removeprefix("Value error, ").partition("; ")
+    return f"[{section}] {what} ({sources}){others} ; {fix}"
+
+
+def allowed(field: FieldInfo) -> str:
+    """A field's type and limits in words."""
+    choices = get_args(field.annotation)
+    if choices and all(isinstance(choice, str) for choice in choices):
+        return "one of " + ", ".join(choices)
+    bounds = []
+    for limit in field.metadata:
+        for attribute, words in (("ge", "at least"), ("gt", "over"), ("le", "at most"), ("lt", "below")):
+            bound = getattr(limit, attribute, None)
+            if bound is not None:
+                bounds.append(f"{words} {bound}")
+        if getattr(limit, "max_length", None) is not None:
+            bounds.append(f"at most {limit.max_length} characters")
+        if getattr(limit, "pattern", None) is not None:
+            bounds.append(f"something like {field.default}")
+    kinds: dict[Any, str] = {int: "a whole number", float: "a number", str: "text"}
+    kind = kinds.get(field.annotation, "a list")
+    return " ".join([kind, ", ".join(bounds)]).strip()
