@@ -1,0 +1,300 @@
+"""The daemon's side of scoring: keeps one isolated scorer process (`node.scorer_worker`) warm and feeds it in chunks.
+
+An answer that kills the scorer or misses the deadline scores 0 with a `scorer_failed` reason; the answers after it
+are scored by the next process. Own work goes before foreign work, chunk by chunk: answers of peers that hang can hold
+own scoring up by one deadline at most.
+"""
+
+import asyncio
+import logging
+import os
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from typing import Final
+
+import msgspec
+
+from node.interfaces import Score, Task
+from node.scorer_wire import (
+    LENGTH,
+    MAX_REPLY_BYTES,
+    Chunk,
+    Died,
+    Done,
+    Job,
+    Ready,
+    Refused,
+    Reply,
+    Setup,
+    Wanted,
+    frame,
+)
+from protocol.manifest import EnvironmentSpec
+from protocol.rollout import TaskRef
+
+log = logging.getLogger(__name__)
+
+MAX_ANSWER_BYTES: Final = 64 * 1024
+CHUNK_JOBS: Final = 64
+CHUNK_BYTES: Final = 512 * 1024
+MAX_WAITING: Final = 256
+"""Calls waiting for their turn; the next foreign one is turned away."""
+START_SECONDS: Final = 60.0
+GRACE_SECONDS: Final = 1.0
+"""The process ends itself at the deadline; this much later it is killed from outside."""
+CONFINING: Final = frozenset(["seccomp", "landlock"])
+
+_PASSED_ON = ("PATH", "HOME", "LANG", "PYTHONPATH", "LD_LIBRARY_PATH", "TMPDIR", "SYSTEMROOT")
+
+
+class ScorerError(Exception):
+    """The scorer process cannot be had, is overloaded, or cannot regenerate a task."""
+
+
+class _Gone(Exception):
+    """The scorer process ended, hangs or talks nonsense; what was in the works is lost."""
+
+
+class Scorer:
+    """Tasks and rewards from a process of its own. Safe to use from many tasks of one event loop.
+
+    `environments`: what the manifest names; `deadline`: seconds for one answer; `memory_mb`: address space of the
+    process that scores; `clock`: monotonic seconds, for `busy_seconds`.
+    """
+
+    def __init__(
+        self,
+        environments: Sequence[EnvironmentSpec],
+        *,
+        deadline: float,
+        memory_mb: int,
+        clock: Callable[[], float],
+    ) -> None:
+        wanted = tuple(Wanted(spec.name, spec.version, spec.settings) for spec in environments)
+        self._setup = Setup(environments=wanted, deadline=deadline, memory_mb=memory_mb)
+        self._known = {(one.name, one.version) for one in wanted}
+        self._clock = clock
+        self._process: asyncio.subprocess.Process | None = None
+        self._turn = asyncio.Condition()
+        self._busy = False
+        self._own_waiting = 0
+        self._foreign_waiting = 0
+        self._decoder = msgspec.msgpack.Decoder(Reply)
+        self.isolation: tuple[str, ...] = ()
+        """Measures in force in the process that sees answers, as it reported them."""
+        self.answers = 0
+        self.failures = 0
+        """Answers that got `scorer_failed`."""
+        self.restarts = 0
+        self.turned_away = 0
+        self.busy_seconds = 0.0
+
+    async def start(self) -> None:
+        """Start the process and load the environments. Raises ScorerError saying which one cannot be had and why."""
+        await self._take_turn(foreign=False)
+        try:
+            await self._launch()
+        finally:
+            await self._end_turn()
+        log.info("scorer process is up, isolation: %s", ", ".join(self.isolation))
+        if not any(measure.startswith(tuple(CONFINING)) for measure in self.isolation):
+            log.warning(
+                "this system offers neither seccomp nor Landlock: the scorer process is held by resource limits only, "
+                "so join only swarms whose environments do not evaluate answers"
+            )
+
+    async def task(self, ref: TaskRef) -> Task:
+        """Regenerate one task. Raises ScorerError."""
+        return (await self.tasks([ref]))[0]
+
+    async def tasks(self, refs: Sequence[TaskRef], *, foreign: bool = False) -> list[Task]:
+        """Regenerate tasks, in order. Raises ScorerError naming the first one that cannot be."""
+        tasks = []
+        for ref, done in zip(refs, await self._work([Job(ref, None) for ref in refs], foreign), strict=True):
+            if done.task is None:
+                raise ScorerError(
+                    f"task {ref.environment}/{ref.seed}/{ref.index} cannot be regenerated: {done.failure}"
+                )
+            tasks.append(done.task)
+        return tasks
+
+    async def score(self, items: Sequence[tuple[TaskRef, str]], *, foreign: bool = False) -> list[Score]:
+        """Score answers, in order. `foreign` ones wait while own work is there. Raises ScorerError."""
+        scores: list[Score | None] = [None if _can_travel(text) else Score(0.0, parsed=False) for _, text in items]
+        places = [place for place, score in enumerate(scores) if score is None]
+        done = await self._work([Job(*items[place]) for place in places], foreign)
+        for place, result in zip(places, done, strict=True):
+            scores[place] = result.score or Score(0.0, parsed=False, failure=f"scorer_failed: {result.failure}")
+        self.answers += len(items)
+        self.failures += sum(result.score is None for result in done)
+        return [score for score in scores if score is not None]
+
+    async def close(self) -> None:
+        """End the process. Calls still waiting for it start a new one."""
+        await self._kill()
+
+    async def _work(self, jobs: Sequence[Job], foreign: bool) -> list[Done]:
+        for job in jobs:
+            if (job.ref.environment, job.ref.version) not in self._known:
+                raise ScorerError(f"environment {job.ref.environment} {job.ref.version} is not one of this swarm's")
+        results: list[Done] = []
+        while len(results) < len(jobs):
+            await self._take_turn(foreign)
+            began = self._clock()
+            try:
+                results += await self._chunk(_next_chunk(jobs, len(results)))
+            finally:
+                self.busy_seconds += self._clock() - began
+                await self._end_turn()
+        return results
+
+    async def _chunk(self, jobs: Sequence[Job]) -> list[Done]:
+        """Results of a prefix of `jobs`: all of them, or up to and including the first that ended the process."""
+        if self._process is None:
+            await self._launch()
+            self.restarts += 1
+        results: list[Done] = []
+        try:
+            await self._send(Chunk(tuple(jobs)))
+            while len(results) < len(jobs):
+                match await self._receive(self._setup.deadline + GRACE_SECONDS):
+                    case Done(index=index) as done if index == len(results):
+                        results.append(done)
+                    case Died(why=why):
+                        results.append(Done(len(results), failure=why))
+                        self.restarts += 1
+                        await self._expect_ready(START_SECONDS)
+                        break
+                    case reply:
+                        raise _Gone(f"unexpected {type(reply).__name__}")
+        except _Gone as gone:
+            await self._kill()
+            if not results or results[-1].failure is None:
+                results.append(Done(len(results), failure=str(gone)))
+        except BaseException:  # cancelled in the middle: what the process still says would answer nobody's question
+            await self._kill()
+            raise
+        return results
+
+    async def _launch(self) -> None:
+        environment = {name: os.environ[name] for name in _PASSED_ON if name in os.environ}
+        # the same set order, hence the same tasks, in every process; no thread pools that a fork would lose
+        environment |= {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+        self._process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-P",
+            "-m",
+            "node.scorer_worker",
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            env=environment,
+            start_new_session=True,
+        )
+        try:
+            await self._send(self._setup)
+            await self._expect_ready(START_SECONDS)
+        except _Gone as gone:
+            said = await self._last_words()
+            await self._kill()
+            raise ScorerError(f"the scorer process did not start: {gone}{said}") from gone
+        except BaseException:
+            await self._kill()
+            raise
+
+    async def _expect_ready(self, seconds: float) -> None:
+        match await self._receive(seconds):
+            case Ready(isolation=isolation):
+                self.isolation = isolation
+            case Refused(why=why):
+                await self._kill()
+                raise ScorerError(why)
+            case reply:
+                raise _Gone(f"unexpected {type(reply).__name__}")
+
+    async def _send(self, message: msgspec.Struct) -> None:
+        assert self._process is not None
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(frame(message))
+            async with asyncio.timeout(START_SECONDS):
+                await self._process.stdin.drain()
+        except (OSError, TimeoutError) as error:
+            raise _Gone(f"it takes no more work ({type(error).__name__})") from error
+
+    async def _receive(self, seconds: float) -> Reply:
+        assert self._process is not None
+        assert self._process.stdout is not None
+        try:
+            async with asyncio.timeout(seconds):
+                (length,) = LENGTH.unpack(await self._process.stdout.readexactly(LENGTH.size))
+                if length > MAX_REPLY_BYTES:
+                    raise _Gone(f"reply of {length} bytes")
+                return self._decoder.decode(await self._process.stdout.readexactly(length))
+        except TimeoutError as error:
+            raise _Gone(f"no answer within {seconds:g} s") from error
+        except (asyncio.IncompleteReadError, msgspec.DecodeError) as error:
+            raise _Gone(f"it ended or talks nonsense ({type(error).__name__})") from error
+
+    async def _last_words(self) -> str:
+        """The end of what a process that did not start wrote to stderr."""
+        assert self._process is not None
+        assert self._process.stderr is not None
+        try:
+            async with asyncio.timeout(GRACE_SECONDS):
+                said = await self._process.stderr.read(64 * 1024)
+        except TimeoutError:
+            return ""
+        return f"; it said: {said[-2000:].decode(errors='replace').strip()}" if said else ""
+
+    async def _kill(self) -> None:
+        process, self._process = self._process, None
+        if process is None:
+            return
+        if process.returncode is None:
+            os.killpg(process.pid, signal.SIGKILL)
+        await process.wait()
+
+    async def _take_turn(self, foreign: bool) -> None:
+        if foreign and self._foreign_waiting >= MAX_WAITING:
+            self.turned_away += 1
+            raise ScorerError(f"{MAX_WAITING} groups of peers wait for the scorer already")
+        async with self._turn:
+            if foreign:
+                self._foreign_waiting += 1
+            else:
+                self._own_waiting += 1
+            try:
+                await self._turn.wait_for(lambda: not self._busy and not (foreign and self._own_waiting))
+            finally:
+                if foreign:
+                    self._foreign_waiting -= 1
+                else:
+                    self._own_waiting -= 1
+            self._busy = True
+
+    async def _end_turn(self) -> None:
+        async with self._turn:
+            self._busy = False
+            self._turn.notify_all()
+
+
+def _can_travel(answer: str) -> bool:
+    """Neither oversize nor unencodable (lone surrogates); such an answer is wrong without looking at it."""
+    if len(answer) > MAX_ANSWER_BYTES:
+        return False
+    try:
+        return len(answer.encode()) <= MAX_ANSWER_BYTES
+    except UnicodeEncodeError:
+        return False
+
+
+def _next_chunk(jobs: Sequence[Job], first: int) -> Sequence[Job]:
+    """The next few jobs, by number and by bytes."""
+    size = 0
+    for last in range(first, min(first + CHUNK_JOBS, len(jobs))):
+        size += 4 * len(jobs[last].answer or "")
+        if size > CHUNK_BYTES and last > first:
+            return jobs[first:last]
+    return jobs[first : first + CHUNK_JOBS]

@@ -1,0 +1,75 @@
+"""What the daemon and the scorer process say to each other: msgpack structs, each behind a 4-byte big-endian length.
+
+Daemon: Setup once, then Chunk after Chunk. Scorer: Ready or Refused, one Done per job in order, and Died + Ready in
+the middle when a job killed the child that was working on it.
+"""
+
+import struct
+
+import msgspec
+
+from node.interfaces import Score, Task
+from protocol.rollout import TaskRef
+
+LENGTH = struct.Struct(">I")
+MAX_REPLY_BYTES = 4 * 1024 * 1024
+
+
+class Wanted(msgspec.Struct, frozen=True, array_like=True):
+    """One environment to have ready."""
+
+    name: str
+    version: str
+    settings: dict[str, int | float | str | bool]
+
+
+class Setup(msgspec.Struct, frozen=True, array_like=True):
+    environments: tuple[Wanted, ...]
+    deadline: float
+    """Seconds for one job."""
+    memory_mb: int
+
+
+class Job(msgspec.Struct, frozen=True, array_like=True):
+    """Score `answer`, or regenerate the task when there is none."""
+
+    ref: TaskRef
+    answer: str | None
+
+
+class Chunk(msgspec.Struct, frozen=True, array_like=True):
+    jobs: tuple[Job, ...]
+
+
+class Ready(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    isolation: tuple[str, ...]
+    """Mechanisms in force in the process that is about to see answers."""
+
+
+class Refused(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """An environment cannot be had; the process ends."""
+
+    why: str
+
+
+class Done(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    index: int
+    """Position of the job in its chunk."""
+    score: Score | None = None
+    task: Task | None = None
+    failure: str | None = None
+
+
+class Died(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """The child that worked on the chunk is gone; the rest of the chunk is forgotten."""
+
+    why: str
+
+
+Reply = Ready | Refused | Done | Died
+
+
+def frame(message: msgspec.Struct) -> bytes:
+    """The bytes of one message on the pipe."""
+    body = msgspec.msgpack.encode(message)
+    return LENGTH.pack(len(body)) + body
