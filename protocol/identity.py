@@ -56,7 +56,8 @@ def _checksum(content: _KeyFile) -> str:
 
 def _passphrase_key(passphrase: str, content: _KeyFile) -> bytes:
     kdf = Scrypt(salt=content.salt, length=32, n=content.n, r=content.r, p=content.p)
-    return kdf.derive(passphrase.encode())
+    # surrogateescape: bytes of a terminal or environment variable that are not UTF-8 still make a key
+    return kdf.derive(passphrase.encode("utf-8", "surrogateescape"))
 
 
 def _associated_data(content: _KeyFile) -> bytes:

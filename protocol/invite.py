@@ -25,7 +25,7 @@ MAX_BOOTSTRAP = 16
 SCHEME = "shoal:"
 
 _CHECK_BYTES = 4
-_HOST_NAME = re.compile(r"^(?=.{1,253}$)[A-Za-z0-9_]([A-Za-z0-9_-]*[A-Za-z0-9_])?(\.[A-Za-z0-9_-]+)*\.?$")
+_HOST_NAME = re.compile(r"^(?=.{1,253}$)[A-Za-z0-9_]([A-Za-z0-9_-]*[A-Za-z0-9_])?(\.[A-Za-z0-9_-]+)*\.?\Z")
 
 
 class InviteError(Exception):

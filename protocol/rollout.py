@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 import msgspec
 
 UInt63 = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
-Name = Annotated[str, msgspec.Meta(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9][A-Za-z0-9._/+-]*$")]
+Name = Annotated[str, msgspec.Meta(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9][A-Za-z0-9._/+-]*\Z")]
 
 FinishReason = Literal["stop", "length", "aborted"]
 

@@ -1,0 +1,135 @@
+import hashlib
+from typing import Any
+
+import msgspec
+import pytest
+
+from protocol.manifest import Caps, EnvironmentSpec, Manifest, ManifestError, embedded_manifest, make_manifest
+
+SPEC = EnvironmentSpec("chain_sum", "rg0.1.25-1", 1, {"max_tokens": 16})
+
+
+def changed(**changes: Any) -> bytes:
+    return msgspec.structs.replace(make_manifest("m", 1000, (SPEC,)), **changes).to_bytes()
+
+
+def with_settings(**settings: Any) -> bytes:
+    return changed(environments=(msgspec.structs.replace(SPEC, settings=settings),))
+
+
+def test_bytes_come_back_and_name_the_swarm() -> None:
+    manifest = embedded_manifest("lab", 1_800_000_000.9)
+    raw = manifest.to_bytes()
+    again = Manifest.from_bytes(raw)
+    assert again == manifest
+    assert again.to_bytes() == raw
+    assert manifest.digest == hashlib.sha256(raw).digest()
+    assert manifest.genesis == 1_800_000_000
+
+
+def test_the_embedded_curriculum() -> None:
+    manifest = embedded_manifest("lab", 0)
+    assert [spec.name for spec in manifest.environments] == [
+        "letter_counting",
+        "chain_sum",
+        "spell_backward",
+        "word_sorting",
+    ]
+    assert all(spec.settings["examples"] == 3 for spec in manifest.environments)
+    assert [spec.max_tokens for spec in manifest.environments] == [16, 16, 16, 24]
+    assert (manifest.epoch_seconds, manifest.slots_per_epoch, manifest.shared_slots) == (600, 4096, 64)
+    assert manifest.caps.group_ttl_seconds == 1800
+    assert manifest.caps.max_group_bytes == 256 * 1024
+    assert len(manifest.to_bytes()) < 512
+
+
+def test_the_order_of_settings_does_not_change_the_digest() -> None:
+    forwards = msgspec.structs.replace(SPEC, settings={"a": 1, "b": 2})
+    backwards = msgspec.structs.replace(SPEC, settings={"b": 2, "a": 1})
+    assert make_manifest("m", 0, (forwards,)).digest == make_manifest("m", 0, (backwards,)).digest
+
+
+def test_every_field_is_in_the_digest() -> None:
+    base = make_manifest("m", 1000, (SPEC,))
+    changes: list[dict[str, Any]] = [
+        {"name": "n"},
+        {"genesis": 1001},
+        {"epoch_seconds": 601},
+        {"slots_per_epoch": 1},
+        {"shared_slots": 1},
+        {"shards": 2},
+        {"environments": (SPEC, msgspec.structs.replace(SPEC, name="b"))},
+        {"caps": Caps(max_turns=2)},
+    ]
+    digests = {msgspec.structs.replace(base, **change).digest for change in changes}
+    assert len(digests | {base.digest}) == len(changes) + 1
+
+
+def test_epochs() -> None:
+    manifest = make_manifest("m", 1000, (SPEC,), epoch_seconds=600)
+    assert [manifest.epoch_at(now) for now in (0, 999, 1000, 1599.9, 1600, 7000)] == [0, 0, 0, 0, 1, 10]
+    assert manifest.epoch_ends(0) == 1600.0
+    assert manifest.epoch_at(manifest.epoch_ends(7)) == 8
+
+
+def test_shards_spread_producers() -> None:
+    one, many = make_manifest("m", 0, (SPEC,)), make_manifest("m", 0, (SPEC,), shards=8)
+    peers = [f"peer{number}" for number in range(200)]
+    assert {one.shard_of(peer) for peer in peers} == {0}
+    assert {many.shard_of(peer) for peer in peers} == set(range(8))
+
+
+def test_description_is_json() -> None:
+    manifest = embedded_manifest("lab", 5)
+    described = msgspec.json.decode(msgspec.json.encode(manifest.describe()))
+    assert described["digest"] == manifest.digest.hex()
+    assert described["caps"]["max_completions"] == 64
+    assert described["environments"][1]["settings"]["max_digits"] == 1
+
+
+@pytest.mark.parametrize(
+    ("raw", "says"),
+    [
+        (b"", "not a manifest"),
+        (b"\xff\xff", "not a manifest"),
+        (b"\x99\x02", "version 2.*upgrade shoal"),
+        (b"\x99\x01", "manifest: "),
+        (b"\x99\x01" + bytes(70_000), "at most 65536"),
+        (changed(name=""), "length >= 1"),
+        (changed(name="a\x07b"), "printable"),
+        (changed(genesis=-1), r">= 0 - at `\$\[2\]`"),
+        (changed(epoch_seconds=1), r">= 10 - at `\$\[3\]`"),
+        (changed(slots_per_epoch=0), r">= 1 - at `\$\[4\]`"),
+        (changed(shards=2000), "<= 1024"),
+        (changed(environments=()), "length >= 1"),
+        (changed(environments=(SPEC, SPEC)), "chain_sum named more than once"),
+        (changed(environments=(msgspec.structs.replace(SPEC, weight=0),)), ">= 1"),
+        (changed(environments=(msgspec.structs.replace(SPEC, name="../x"),)), "regex"),
+        (changed(caps=Caps(max_producer_share=0.0)), "> 0"),
+        (changed(caps=Caps(max_group_bytes=2**40)), "<= 67108864"),
+        (with_settings(x=float("nan")), "chain_sum.settings.x: nan is not a finite number"),
+        (with_settings(x="a" * 257), "chain_sum.settings.x: longer than 256"),
+        (with_settings(x=[1]), "Expected"),
+        (with_settings(max_tokens=0), "max_tokens: 0, expected an integer from 1 to"),
+        (with_settings(max_tokens=5000), "max_tokens: 5000, .*4096"),
+        (with_settings(max_tokens=True), "max_tokens: True"),
+        (with_settings(max_tokens="16"), "max_tokens: '16'"),
+    ],
+)
+def test_a_bad_manifest_is_named(raw: bytes, says: str) -> None:
+    with pytest.raises(ManifestError, match=says):
+        Manifest.from_bytes(raw)
+
+
+def test_only_the_canonical_form_is_a_manifest() -> None:
+    raw = make_manifest("m", 1000, (SPEC,)).to_bytes()
+    assert raw[2:4] == b"\xa1m"
+    with pytest.raises(ManifestError, match="canonical"):
+        Manifest.from_bytes(raw[:2] + b"\xd9\x01m" + raw[4:])
+    with pytest.raises(ManifestError, match="manifest: "):
+        Manifest.from_bytes(raw + b"\x00")
+
+
+def test_making_a_bad_manifest_fails_at_once() -> None:
+    with pytest.raises(ManifestError, match="at `\\$\\[3\\]`"):
+        make_manifest("m", 0, (SPEC,), epoch_seconds=5)
