@@ -1,0 +1,100 @@
+"""One SQLite connection with typed errors and short transactions. Used from the thread that opened it only."""
+
+import sqlite3
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+BUSY_SECONDS = 5.0
+
+
+class StoreError(Exception):
+    """The database cannot be read or written; the message names the file."""
+
+
+class StoreFull(StoreError):
+    """The disk is full: nothing was stored."""
+
+
+class Database:
+    """Every statement commits by itself unless inside `transaction`. Raises StoreError and StoreFull.
+
+    In WAL mode with synchronous=NORMAL a commit is one write() and no fsync, so it costs about 0.1 ms, and what was
+    committed outlives the process; only a power cut can take the last of it.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        with self._errors():
+            self._connection = sqlite3.connect(path, isolation_level=None, timeout=BUSY_SECONDS)
+            self._connection.execute("PRAGMA journal_mode=WAL")
+            self._connection.execute("PRAGMA synchronous=NORMAL")
+
+    def close(self) -> None:
+        self._connection.close()
+
+    def migrate(self, name: str, version: int, schema: str) -> None:
+        """Make the tables of `schema` unless there; `name` is the table that keeps their version."""
+        with self.transaction():
+            self.execute(f"CREATE TABLE IF NOT EXISTS {name} (version INTEGER NOT NULL)")
+            found = self.one(f"SELECT version FROM {name}")
+            if found is None:
+                for statement in schema.split(";\n"):
+                    self.execute(statement)
+                self.execute(f"INSERT INTO {name} VALUES (?)", version)
+            elif found[0] != version:
+                raise StoreError(
+                    f"{self._path}: {name} is of version {found[0]}, this Shoal reads version {version};"
+                    " use the Shoal that wrote it, or another --home"
+                )
+
+    def execute(self, statement: str, *values: object) -> int:
+        """Run a statement; the number of rows it changed."""
+        with self._errors():
+            return self._connection.execute(statement, values).rowcount
+
+    def execute_many(self, statement: str, rows: Iterable[tuple[object, ...]]) -> None:
+        with self.transaction(), self._errors():
+            self._connection.executemany(statement, rows)
+
+    def one(self, query: str, *values: object) -> tuple[Any, ...] | None:
+        """The first row of a query, or None."""
+        with self._errors():
+            row: tuple[Any, ...] | None = self._connection.execute(query, values).fetchone()
+            return row
+
+    def all(self, query: str, *values: object) -> list[tuple[Any, ...]]:
+        with self._errors():
+            return self._connection.execute(query, values).fetchall()
+
+    def each(self, query: str, *values: object) -> Iterator[tuple[Any, ...]]:
+        """Rows one by one, for a reader that stops early. Nothing may be written before it is done."""
+        with self._errors():
+            yield from self._connection.execute(query, values)
+
+    @contextmanager
+    def transaction(self) -> Iterator[None]:
+        """All writes inside happen or none; one inside another is part of it. Never await inside."""
+        nested = self._connection.in_transaction
+        if nested:
+            yield
+            return
+        with self._errors():
+            self._connection.execute("BEGIN IMMEDIATE")
+            try:
+                yield
+                self._connection.execute("COMMIT")
+            except BaseException:
+                if self._connection.in_transaction:  # a full disk may have rolled it back already
+                    self._connection.execute("ROLLBACK")
+                raise
+
+    @contextmanager
+    def _errors(self) -> Iterator[None]:
+        try:
+            yield
+        except sqlite3.Error as error:
+            if error.sqlite_errorcode == sqlite3.SQLITE_FULL:
+                raise StoreFull(f"no room for {self._path}: free some disk, or lower limits.store_mb") from error
+            raise StoreError(f"{self._path}: {error}") from error

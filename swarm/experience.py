@@ -1,0 +1,399 @@
+"""What a node knows of a swarm, on disk: groups with their verdicts, announcements, peers. Part of node.db.
+
+Every write is a transaction of its own, or part of a short one, so that a killed process loses nothing and none stays
+open in the way of node.history, which writes to the same file. Used from the asyncio thread only.
+
+Rows outlive their groups' expiry as the history that people look at, until `max_bytes` or `keep_seconds` is reached.
+"""
+
+import struct
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from protocol.envelope import Domain, unseal
+from protocol.rejection import Rejected
+from protocol.rollout import RolloutGroup, TaskRef
+from swarm.database import Database, StoreError, StoreFull
+
+__all__ = [
+    "ADMITTED",
+    "ANNOUNCED",
+    "ExperienceStore",
+    "GroupRecord",
+    "PeerRecord",
+    "PoolEntry",
+    "StoreError",
+    "StoreFull",
+    "UnknownGroup",
+]
+
+SCHEMA_VERSION = 1
+ADMITTED = "admitted"
+ANNOUNCED = "announced"
+ROW_BYTES = 512
+"""What a row is taken to cost besides its body, indexes included."""
+MAX_REJECTED_BODY = 64 * 1024
+"""A rejected group's body is kept for people to look at, unless it is longer than this."""
+MAX_ANNOUNCEMENTS = 8192
+MAX_PEERS = 10_000
+MAX_BODY_BYTES = 64 * 2**20
+"""The largest group that any manifest can allow."""
+
+_group_decoder = msgspec.msgpack.Decoder(RolloutGroup)
+
+_SCHEMA = """
+CREATE TABLE groups (
+    row INTEGER PRIMARY KEY, digest BLOB NOT NULL UNIQUE, body BLOB NOT NULL, size INTEGER NOT NULL,
+    origin TEXT NOT NULL, producer TEXT NOT NULL, epoch INTEGER NOT NULL,
+    environment TEXT NOT NULL, version TEXT NOT NULL, seed INTEGER NOT NULL, slot INTEGER NOT NULL,
+    model TEXT NOT NULL, claimed BLOB NOT NULL, local BLOB NOT NULL, verdict TEXT NOT NULL, detail TEXT NOT NULL,
+    received_at REAL NOT NULL, expires_at REAL NOT NULL, uses INTEGER NOT NULL DEFAULT 0);
+CREATE INDEX groups_task ON groups (producer, epoch, environment, seed, slot);
+CREATE INDEX groups_expiry ON groups (expires_at);
+CREATE INDEX groups_pool ON groups (expires_at, uses, producer) WHERE origin = 'foreign' AND verdict = 'admitted';
+CREATE TABLE announcements (
+    row INTEGER PRIMARY KEY, digest BLOB NOT NULL, producer TEXT NOT NULL, sealed BLOB NOT NULL,
+    expires_at REAL NOT NULL, UNIQUE (digest, producer));
+CREATE INDEX announcements_expiry ON announcements (expires_at);
+CREATE TABLE peers (
+    peer TEXT PRIMARY KEY, accepted REAL NOT NULL, penalty REAL NOT NULL, updated_at REAL NOT NULL,
+    banned INTEGER NOT NULL, model TEXT NOT NULL, first_seen REAL NOT NULL, last_seen REAL NOT NULL) WITHOUT ROWID;
+CREATE TABLE verdicts (
+    peer TEXT NOT NULL, verdict TEXT NOT NULL, count INTEGER NOT NULL, PRIMARY KEY (peer, verdict)) WITHOUT ROWID;
+"""
+
+_COLUMNS = (
+    "row, digest, size, origin, producer, epoch, environment, version, seed, slot, model, claimed, local, verdict,"
+    " detail, received_at, expires_at, uses"
+)
+_POOL = "origin = 'foreign' AND verdict = 'admitted' AND expires_at > ? AND LENGTH(body) > 0"
+
+
+class UnknownGroup(LookupError):
+    """No group, or more than one, has this digest or prefix; or its body is no longer held."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupRecord:
+    """A group as it is remembered: own, admitted, or rejected with why. The sealed body is read apart."""
+
+    digest: bytes
+    origin: str
+    """'own' or 'foreign'."""
+    producer: str
+    epoch: int
+    task: TaskRef
+    model: str
+    claimed: tuple[float, ...]
+    local: tuple[float, ...]
+    """Rewards computed here; empty when the group was rejected before it was scored."""
+    verdict: str
+    """'admitted', or the name of a `protocol.rules.Reason`."""
+    detail: str
+    received_at: float
+    expires_at: float
+    size: int = 0
+    """Length of the sealed body, whether or not it is still held."""
+    row: int = 0
+    uses: int = 0
+    """How many updates it went into."""
+
+
+@dataclass(frozen=True, slots=True)
+class PoolEntry:
+    """An admitted foreign group that can be trained on."""
+
+    digest: bytes
+    producer: str
+    rewards: tuple[float, ...]
+    """Computed here, one per completion."""
+    received_at: float
+
+
+@dataclass(frozen=True, slots=True)
+class PeerRecord:
+    """What is remembered of a peer; see `swarm.reputation` for the meaning of the sums."""
+
+    peer: str
+    accepted: float
+    penalty: float
+    updated_at: float
+    banned: bool
+    model: str
+    first_seen: float
+    last_seen: float
+
+
+class ExperienceStore:
+    """Groups, announcements and peers in SQLite. Raises StoreError, and StoreFull when the disk is full."""
+
+    def __init__(
+        self, path: Path, max_bytes: int, clock: Callable[[], float], *, keep_seconds: float = 7 * 86400
+    ) -> None:
+        self._path, self._max_bytes, self._clock, self._keep_seconds = path, max_bytes, clock, keep_seconds
+        self.evicted = 0
+        """Groups whose row or body had to go to keep within `max_bytes`."""
+        self._db = Database(path)
+        self._db.migrate("experience_schema", SCHEMA_VERSION, _SCHEMA)
+        self._bytes = self._count_bytes()
+
+    def close(self) -> None:
+        self._db.close()
+
+    @contextmanager
+    def transaction(self) -> Iterator[None]:
+        """All writes inside happen or none. Never await inside."""
+        try:
+            with self._db.transaction():
+                yield
+        except BaseException:
+            self._bytes = self._count_bytes()
+            raise
+
+    @property
+    def size(self) -> int:
+        """Bytes held, as counted against `max_bytes`."""
+        return self._bytes
+
+    # -- groups ----------------------------------------------------------------------------------------------
+
+    def add(self, record: GroupRecord, body: bytes) -> bool:
+        """Remember a group with its sealed body. False (and nothing done) when its digest is known already."""
+        kept = body if record.verdict == ADMITTED or len(body) <= MAX_REJECTED_BODY else b""
+        task = record.task
+        added = self._db.execute(
+            "INSERT OR IGNORE INTO groups (digest, body, size, origin, producer, epoch, environment, version, seed,"
+            " slot, model, claimed, local, verdict, detail, received_at, expires_at)"
+            " VALUES (?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?)",
+            record.digest, kept, len(body), record.origin, record.producer, record.epoch,
+            task.environment, task.version, task.seed, task.index, record.model,
+            _pack(record.claimed), _pack(record.local), record.verdict, record.detail,
+            record.received_at, record.expires_at,
+        )  # fmt: skip
+        if not added:
+            return False
+        self._bytes += len(kept) + ROW_BYTES
+        if self._bytes > self._max_bytes:
+            self._evict()
+        return True
+
+    def has_group(self, digest: bytes) -> bool:
+        """Whether this digest was judged before, whatever came of it."""
+        return self._db.one("SELECT 1 FROM groups WHERE digest = ?", digest) is not None
+
+    def has_task(self, producer: str, epoch: int, task: TaskRef) -> bool:
+        """Whether a group of this producer for this task and epoch was judged before: one is all it may send."""
+        return self._by_task("1", producer, epoch, task) is not None
+
+    def own_group(self, producer: str, epoch: int, task: TaskRef) -> bytes | None:
+        """Digest of the group that this node published for a task, so that it is published once only."""
+        row = self._by_task("digest", producer, epoch, task)
+        return row[0] if row else None
+
+    def body(self, digest: bytes) -> bytes | None:
+        """Sealed bytes to serve to others: of own and admitted groups that have not expired."""
+        row = self._db.one(
+            "SELECT body FROM groups WHERE digest = ? AND verdict = 'admitted' AND expires_at > ?",
+            digest,
+            self._clock(),
+        )
+        return row[0] or None if row else None
+
+    def group_body(self, digest: bytes) -> RolloutGroup:
+        """A held group, decoded. Raises UnknownGroup when there is none, or no body (any more) that can be decoded."""
+        row = self._db.one("SELECT body, received_at FROM groups WHERE digest = ?", digest)
+        if row is None or not row[0]:
+            raise UnknownGroup(f"the body of group {digest.hex()[:12]} is not held here (any more)")
+        body, received_at = row
+        # judged when it came, so it is opened as of then: a group may be read after it has expired
+        try:
+            opened = unseal(body, Domain.group, max_bytes=MAX_BODY_BYTES, now=received_at)
+            return _group_decoder.decode(opened.payload)
+        except (Rejected, msgspec.DecodeError) as error:
+            raise UnknownGroup(f"group {digest.hex()[:12]} was rejected and cannot be shown: {error}") from error
+
+    def find(self, prefix: str) -> GroupRecord:
+        """The one group whose hex digest starts with `prefix`. Raises UnknownGroup when none or several do."""
+        try:
+            low, high = (bytes.fromhex(prefix.ljust(64, fill)) for fill in "0f")
+        except ValueError:
+            raise UnknownGroup(f"a group id is up to 64 hex digits, got {prefix[:80]!r}") from None
+        rows = self._db.all(f"SELECT {_COLUMNS} FROM groups WHERE digest BETWEEN ? AND ? LIMIT 2", low, high)
+        if len(rows) != 1:
+            count = "more than one group has" if rows else "no group has"
+            raise UnknownGroup(f"{count} an id that starts with {prefix!r}; see shoal groups")
+        return _record(rows[0])
+
+    def summaries(self, before: int | None, limit: int) -> list[GroupRecord]:
+        """Newest first, with row < `before` (None: from the newest)."""
+        top = 2**63 - 1 if before is None else before
+        rows = self._db.all(f"SELECT {_COLUMNS} FROM groups WHERE row < ? ORDER BY row DESC LIMIT ?", top, limit)
+        return [_record(row) for row in rows]
+
+    def pool(self, now: float) -> list[PoolEntry]:
+        """Admitted, informative, unexpired foreign groups with a body, oldest first."""
+        rows = self._db.all(f"SELECT digest, producer, local, received_at FROM groups WHERE {_POOL} ORDER BY row", now)
+        return [PoolEntry(digest, producer, _unpack(local), at) for digest, producer, local, at in rows]
+
+    def unused(self, now: float) -> dict[str, int]:
+        """How many groups of the pool no update has used yet, by producer."""
+        rows = self._db.all(f"SELECT producer, COUNT(*) FROM groups WHERE {_POOL} AND uses = 0 GROUP BY producer", now)
+        return dict(rows)
+
+    def mark_used(self, digests: Sequence[bytes]) -> None:
+        """Count one more use of each."""
+        self._db.execute_many("UPDATE groups SET uses = uses + 1 WHERE digest = ?", [(digest,) for digest in digests])
+
+    # -- announcements ---------------------------------------------------------------------------------------
+
+    def add_announcement(self, digest: bytes, producer: str, sealed: bytes, expires_at: float) -> bool:
+        """Remember a verified announcement of group `digest`. False when it is known already."""
+        return bool(
+            self._db.execute(
+                "INSERT OR IGNORE INTO announcements (digest, producer, sealed, expires_at) VALUES (?,?,?,?)",
+                digest,
+                producer,
+                sealed,
+                expires_at,
+            )
+        )
+
+    def announcements(
+        self, now: float, limit: int, *, without: Collection[bytes] = (), banned: Collection[str] = ()
+    ) -> list[tuple[bytes, bytes]]:
+        """Unexpired (group digest, sealed announcement), newest first; not of groups in `without`, nor of `banned`."""
+        found: list[tuple[bytes, bytes]] = []
+        for digest, producer, sealed in self._db.each(
+            "SELECT digest, producer, sealed FROM announcements WHERE expires_at > ? ORDER BY row DESC", now
+        ):
+            if len(found) == limit:
+                break
+            if digest not in without and producer not in banned:
+                found.append((digest, sealed))
+        return found
+
+    def live_digests(self, now: float, limit: int) -> list[bytes]:
+        """Digests of unexpired announced groups, newest first."""
+        rows = self._db.all(
+            "SELECT digest, MAX(row) AS newest FROM announcements WHERE expires_at > ? GROUP BY digest"
+            " ORDER BY newest DESC LIMIT ?",
+            now,
+            limit,
+        )
+        return [digest for digest, _ in rows]
+
+    # -- peers -----------------------------------------------------------------------------------------------
+
+    def peers(self) -> list[PeerRecord]:
+        rows = self._db.all(
+            "SELECT peer, accepted, penalty, updated_at, banned, model, first_seen, last_seen FROM peers ORDER BY peer"
+        )
+        return [
+            PeerRecord(peer, accepted, penalty, updated_at, bool(banned), model, first_seen, last_seen)
+            for peer, accepted, penalty, updated_at, banned, model, first_seen, last_seen in rows
+        ]
+
+    def save_peer(self, record: PeerRecord, verdict: str | None = None) -> None:
+        """Write a peer's record and, with `verdict`, count one more of it."""
+        with self.transaction():
+            self._db.execute(
+                "INSERT OR REPLACE INTO peers VALUES (?,?,?,?,?,?,?,?)",
+                record.peer, record.accepted, record.penalty, record.updated_at, record.banned, record.model,
+                record.first_seen, record.last_seen,
+            )  # fmt: skip
+            if verdict is not None:
+                self._db.execute(
+                    "INSERT INTO verdicts VALUES (?,?,1) ON CONFLICT DO UPDATE SET count = count + 1",
+                    record.peer,
+                    verdict,
+                )
+
+    def verdicts(self) -> dict[str, dict[str, int]]:
+        """How often each verdict fell, by peer, since this home was made: 'announced', 'admitted', and reasons."""
+        found: dict[str, dict[str, int]] = {}
+        for peer, verdict, count in self._db.all("SELECT peer, verdict, count FROM verdicts"):
+            found.setdefault(peer, {})[verdict] = count
+        return found
+
+    # -- bounds ----------------------------------------------------------------------------------------------
+
+    def tidy(self) -> None:
+        """Drop what is over its age or number: call it from time to time."""
+        now = self._clock()
+        with self.transaction():
+            self._db.execute("DELETE FROM groups WHERE expires_at < ?", now - self._keep_seconds)
+            self._db.execute("DELETE FROM announcements WHERE expires_at < ?", now)
+            self._db.execute(
+                "DELETE FROM announcements WHERE row <= (SELECT MAX(row) FROM announcements) - ?", MAX_ANNOUNCEMENTS
+            )
+            self._db.execute(
+                "DELETE FROM peers WHERE peer NOT IN (SELECT peer FROM peers ORDER BY last_seen DESC LIMIT ?)",
+                MAX_PEERS,
+            )
+            self._db.execute("DELETE FROM verdicts WHERE peer NOT IN (SELECT peer FROM peers)")
+        self._bytes = self._count_bytes()
+
+    def _evict(self) -> None:
+        """Get down to nine tenths of `max_bytes`.
+
+        Expired rows go first. Of live groups only the body goes, rejected ones first, because the row is what
+        recognises a replay; a row of a live group goes only when the rows alone are too many.
+        """
+        now, goal = self._clock(), self._max_bytes * 9 // 10
+        steps = (
+            (f"LENGTH(body) + {ROW_BYTES}", "expires_at <= ?", "DELETE FROM groups"),
+            ("LENGTH(body)", "expires_at > ? AND verdict != 'admitted'", "UPDATE groups SET body = x''"),
+            ("LENGTH(body)", "expires_at > ?", "UPDATE groups SET body = x''"),
+            (f"LENGTH(body) + {ROW_BYTES}", "expires_at > ?", "DELETE FROM groups"),
+        )
+        left, evicted = self._bytes, 0
+        with self.transaction():
+            for cost, condition, action in steps:
+                chosen = []
+                for row, freed in self._db.each(
+                    f"SELECT row, {cost} AS cost FROM groups WHERE {condition} AND cost > 0 ORDER BY row", now
+                ):
+                    if left <= goal:
+                        break
+                    chosen.append((row,))
+                    left -= freed
+                self._db.execute_many(f"{action} WHERE row = ?", chosen)
+                evicted += len(chosen)
+        self._bytes, self.evicted = left, self.evicted + evicted
+
+    def _count_bytes(self) -> int:
+        row = self._db.one(f"SELECT COALESCE(SUM(LENGTH(body) + {ROW_BYTES}), 0) FROM groups")
+        assert row is not None  # an aggregate always has one
+        return int(row[0])
+
+    def _by_task(self, what: str, producer: str, epoch: int, task: TaskRef) -> tuple[Any, ...] | None:
+        return self._db.one(
+            f"SELECT {what} FROM groups WHERE producer = ? AND epoch = ? AND environment = ? AND seed = ? AND slot = ?",
+            producer,
+            epoch,
+            task.environment,
+            task.seed,
+            task.index,
+        )
+
+
+def _pack(values: Sequence[float]) -> bytes:
+    return struct.pack(f"<{len(values)}d", *values)
+
+
+def _unpack(packed: bytes) -> tuple[float, ...]:
+    return struct.unpack(f"<{len(packed) // 8}d", packed)
+
+
+def _record(row: tuple[Any, ...]) -> GroupRecord:
+    (number, digest, size, origin, producer, epoch, environment, version, seed, slot, model, claimed, local, verdict,
+     detail, received_at, expires_at, uses) = row  # fmt: skip
+    return GroupRecord(
+        digest, origin, producer, epoch, TaskRef(environment, version, seed, slot), model, _unpack(claimed),
+        _unpack(local), verdict, detail, received_at, expires_at, size, number, uses,
+    )  # fmt: skip

@@ -1,0 +1,133 @@
+"""Pulls bytes by their hash: a group's body, resumed elsewhere when a stream breaks, or a swarm's manifest."""
+
+import hashlib
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+
+import msgspec
+
+from protocol.messages import (
+    GROUPS_PROTOCOL,
+    MANIFEST_PROTOCOL,
+    MAX_MANIFEST_BYTES,
+    GroupRequest,
+    ManifestRequest,
+)
+from swarm.transport import Transport, TransportError
+
+MAX_REQUESTS = 6
+"""Requests for one group before it is given up for now."""
+NEIGHBOURS = 2
+"""Connected peers asked, besides those that should hold a group."""
+SHUN_SECONDS = 60.0
+"""A holder that failed is asked last for this long, so that a dead one costs few deadlines."""
+MAX_SHUNNED = 1024
+
+
+class FetchFailed(Exception):
+    """Nobody gave the bytes that were asked for; the message says what each peer did instead."""
+
+
+class Fetcher:
+    """Pulls group bodies. `on_mismatch(peer, bytes)` is told of a peer that alone sent bytes of another hash."""
+
+    def __init__(
+        self,
+        transport: Transport,
+        clock: Callable[[], float],
+        *,
+        request_timeout: float,
+        on_mismatch: Callable[[str, bytes], None],
+    ) -> None:
+        self._transport, self._clock, self._timeout = transport, clock, request_timeout
+        self._on_mismatch = on_mismatch
+        self._failed_at: dict[str, float] = {}
+
+    async def fetch(self, digest: bytes, size: int, first: Sequence[str]) -> bytes:
+        """The `size` bytes whose SHA-256 is `digest`.
+
+        Asks `first` in order, then a few connected peers, then whoever the DHT knows to hold them, each for what is
+        still missing. Raises FetchFailed, after at most MAX_REQUESTS deadlines.
+        """
+        # by rendezvous hash, so that not every node asks the same neighbours
+        others = sorted(self._transport.peers(), key=lambda peer: hashlib.sha256(digest + peer.encode()).digest())
+        holders = deque(self._unshunned_first(dict.fromkeys((*first, *others[:NEIGHBOURS]))))
+        asked_dht, problems = False, []
+        sink, senders = bytearray(), set[str]()
+        for _ in range(MAX_REQUESTS):
+            if not holders and not asked_dht:
+                asked_dht = True
+                providers = await self._transport.find_providers(digest, timeout=self._timeout)
+                holders.extend(peer for peer in providers if peer not in first)
+            if not holders:
+                break
+            peer = holders.popleft()
+            if peer == self._transport.peer_id:
+                continue
+            problem = await self._ask(peer, digest, size, sink, senders)
+            if problem:
+                problems.append(f"{peer[-8:]}: {problem}")
+            if len(sink) < size:
+                continue
+            body = bytes(sink)
+            if len(body) == size and hashlib.sha256(body).digest() == digest:
+                return body
+            if senders == {peer}:
+                problems.append(f"{peer[-8:]}: bytes of another hash")
+                self._shun(peer)
+                self._on_mismatch(peer, body)
+            else:  # one of several sent rubbish: ask each for the whole
+                holders.extendleft(senders)
+            sink, senders = bytearray(), set()
+        raise FetchFailed("; ".join(problems) or "no peer to ask")
+
+    async def _ask(self, peer: str, digest: bytes, size: int, sink: bytearray, senders: set[str]) -> str:
+        """One request for what is missing, into `sink`; what went wrong, or ''."""
+        offset, problem = len(sink), ""
+        request = msgspec.msgpack.encode(GroupRequest(digest, offset))
+        try:
+            await self._transport.request(
+                peer, GROUPS_PROTOCOL, request, max_bytes=size - offset, timeout=self._timeout, sink=sink
+            )
+        except TransportError as error:
+            problem = str(error) or type(error).__name__
+            self._shun(peer)
+        if len(sink) > offset:
+            senders.add(peer)
+        elif not problem:
+            problem = "not held"
+        return problem
+
+    def _shun(self, peer: str) -> None:
+        self._failed_at.pop(peer, None)
+        self._failed_at[peer] = self._clock()
+        if len(self._failed_at) > MAX_SHUNNED:
+            del self._failed_at[next(iter(self._failed_at))]
+
+    def _unshunned_first(self, peers: Iterable[str]) -> list[str]:
+        recently = self._clock() - SHUN_SECONDS
+        return sorted(peers, key=lambda peer: self._failed_at.get(peer, 0.0) > recently)
+
+
+async def fetch_manifest(transport: Transport, digest: bytes, peers: Sequence[str], timeout: float) -> bytes:
+    """The manifest's bytes from the first of `peers` (ids, connected) that has it; `timeout` (s) is for each.
+
+    Raises FetchFailed, naming what each peer did.
+    """
+    problems = []
+    for peer in peers:
+        try:
+            raw = await transport.request(
+                peer,
+                MANIFEST_PROTOCOL,
+                msgspec.msgpack.encode(ManifestRequest(digest)),
+                max_bytes=MAX_MANIFEST_BYTES,
+                timeout=timeout,
+            )
+        except TransportError as error:
+            problems.append(f"{peer[-8:]}: {error}")
+            continue
+        if hashlib.sha256(raw).digest() == digest:
+            return raw
+        problems.append(f"{peer[-8:]}: {'bytes of another hash' if raw else 'not held'}")
+    raise FetchFailed(f"nobody has the manifest {digest.hex()[:12]}: {'; '.join(problems) or 'no peer to ask'}")
