@@ -1,0 +1,36 @@
+"""Which tasks this node practises next: its own slots of the epoch, every fourth one shared with everybody.
+
+Shared tasks let completions of different models to the same task be compared; own slots keep a node from
+choosing easy prompts (protocol.assignment derives both from the manifest, the epoch and the peer id).
+"""
+
+from dataclasses import dataclass
+
+from protocol.assignment import own_task, shared_task
+from protocol.manifest import Manifest
+from protocol.rollout import TaskRef
+
+SHARED_EVERY = 4
+
+
+@dataclass(slots=True)
+class DataPosition:
+    """How far into which epoch's tasks this node is. Saved with every step, so a restart repeats no task."""
+
+    epoch: int = -1
+    taken: int = 0
+
+    def take(self, manifest: Manifest, peer_id: str, count: int, now: float) -> tuple[TaskRef, ...]:
+        """The next `count` tasks at time `now` (unix seconds). Slots wrap when an epoch's are used up."""
+        epoch = manifest.epoch_at(now)
+        if epoch != self.epoch:
+            self.epoch, self.taken = epoch, 0
+        refs = tuple(self._task(manifest, peer_id, self.taken + i) for i in range(count))
+        self.taken += count
+        return refs
+
+    def _task(self, manifest: Manifest, peer_id: str, position: int) -> TaskRef:
+        turn, within = divmod(position, SHARED_EVERY)
+        if within == SHARED_EVERY - 1 and turn < manifest.shared_slots:
+            return shared_task(manifest, self.epoch, turn)
+        return own_task(manifest, self.epoch, peer_id, position % manifest.slots_per_epoch)

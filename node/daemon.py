@@ -1,0 +1,289 @@
+"""The only place that wires things: parts are made here, services run in one TaskGroup, and errors end it loudly.
+
+Order of a start: lock the home -> web -> network -> manifest (fetched by digest when joining) -> model, scorer ->
+recover -> agreement check -> train. Nothing before the training needs a peer, except a manifest not yet known.
+"""
+
+import asyncio
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+
+from node.checkpoint import CheckpointStore
+from node.device import Device
+from node.engines.transformers import TransformersEngine
+from node.history import History
+from node.home import DaemonInfo, Home, reachable
+from node.loop import Loop, Parts
+from node.models import ModelBundle, load_model
+from node.progress import Progress
+from node.rescore import Rescorer
+from node.rollouts import prompts
+from node.scorer import Scorer
+from node.settings import Settings
+from node.training.local import LocalTrainer, check_agreement
+from node.view import DaemonView
+from node.watchdog import watch
+from protocol.assignment import held_out_task
+from protocol.invite import Invite
+from protocol.manifest import Manifest
+from swarm.bridge import Libp2pTransport
+from swarm.exchange import Exchange, fetch_manifest
+from swarm.experience import ExperienceStore
+from swarm.peers import Discovery
+from swarm.sampler import Sampler
+from swarm.transport import TransportError
+from web.server import WebServer
+
+log = logging.getLogger(__name__)
+
+STOP_SECONDS = 4.0
+"""How long a stop may take before the process exits anyway; the journal is on disk at any instant."""
+
+
+class Stopped(Exception):
+    """A stop was asked for, or the step goal is reached."""
+
+
+def run(home: Home, settings: Settings, *, steps: int | None = None, stay: bool = False) -> int:
+    """Run a node until it is stopped or, without `stay`, has done `steps` updates. Returns the exit code."""
+    with home.lock():
+        daemon = Daemon(home, settings, clock=time.time)
+        code = asyncio.run(daemon.main(steps, stay))
+    logging.shutdown()
+    if any(thread is not threading.main_thread() and not thread.daemon for thread in threading.enumerate()):
+        # a matrix product cannot be interrupted; what it would compute is in the journal already
+        os._exit(code)
+    return code
+
+
+class Daemon:
+    """One node's life in one process."""
+
+    def __init__(self, home: Home, settings: Settings, *, clock: Callable[[], float]) -> None:
+        self.home, self.settings, self.config, self.clock = home, settings, settings.config, clock
+        self.identity = home.identity()
+        self.started_at = clock()
+        self.progress = Progress(clock, self.config.limits.stage_seconds, since=clock())
+        self.history = History(home.database, clock)
+        self.store = ExperienceStore(home.database, self.config.limits.store_mb << 20, clock)
+        self.device = Device()
+        self.stopped = asyncio.Event()
+        self.manifest: Manifest | None = None
+        self.bundle: ModelBundle | None = None
+        self.scorer: Scorer | None = None
+        self.exchange: Exchange | None = None
+        self.loop: Loop | None = None
+        self.pause_reason: str | None = None
+        swarm = home.swarm()
+        self.transport = Libp2pTransport(self.identity, listen=self._listen(), psk=swarm.psk)
+        self.discovery = Discovery(
+            self.transport,
+            (*swarm.bootstrap, *self.config.network.bootstrap),
+            swarm.manifest_digest,
+            clock=clock,
+        )
+
+    def _listen(self) -> str:
+        """The configured address; a free port (tcp/0) is kept once chosen, so that invites stay good."""
+        listen, kept = self.config.network.listen, self.home.listen_port()
+        return f"{listen.removesuffix('/0')}/{kept}" if listen.endswith("/tcp/0") and kept else listen
+
+    async def main(self, steps: int | None, stay: bool) -> int:
+        """Run everything; 0 after a stop, 1 after a failure that is written to the log, the history and stderr."""
+        asyncio_loop = asyncio.get_running_loop()
+        for signum in (signal.SIGINT, signal.SIGTERM):
+            asyncio_loop.add_signal_handler(signum, self.request_stop)
+        services = asyncio.create_task(self._services(steps, stay))
+        stop = asyncio.create_task(self.stopped.wait())
+        await asyncio.wait({services, stop}, return_when=asyncio.FIRST_COMPLETED)
+        code = 0
+        if services.done():
+            code = self._outcome(services)
+        self.progress.say("STOPPING", "a stop was asked for")
+        services.cancel()
+        _, pending = await asyncio.wait({services}, timeout=STOP_SECONDS)
+        if pending:
+            log.warning("the model did not stop within %.0f s; leaving it, the journal has the step", STOP_SECONDS)
+        stop.cancel()
+        self._goodbye()
+        return code
+
+    async def _services(self, steps: int | None, stay: bool) -> None:
+        """One line a service. Ends by Stopped when the step goal is reached, or by what broke."""
+        web = WebServer(
+            DaemonView(self),
+            host=self.config.web.host,
+            port=self.config.web.port,
+            token=self.home.token(),
+            allowed_hosts=self.config.web.allowed_hosts,
+            clock=self.clock,
+        )
+        await self.transport.start()
+        try:
+            await web.start()
+            self.home.write_daemon(DaemonInfo(os.getpid(), web.url, self.started_at, self.transport.addresses()))
+            if port := self.transport.port():
+                self.home.keep_listen_port(port)
+            async with asyncio.TaskGroup() as services:
+                services.create_task(self._watch_transport(), name="transport")
+                services.create_task(self.discovery.run(), name="discovery")
+                services.create_task(watch(self.progress, self.home.logs / "stacks.log"), name="watchdog")
+                services.create_task(self._live(services, steps, stay), name="training")
+        finally:
+            await web.stop()
+            if self.scorer is not None:
+                await self.scorer.close()
+            await self.transport.stop()
+
+    async def _watch_transport(self) -> None:
+        raise await self.transport.failed()
+
+    async def _live(self, services: asyncio.TaskGroup, steps: int | None, stay: bool) -> None:
+        """Know the swarm, make the parts, continue where the last process stopped, train."""
+        manifest = self.manifest = await self._know_manifest()
+        self.progress.say("STARTING", "starting the scorer and loading the model")
+        self.scorer = Scorer(
+            manifest.environments,
+            deadline=self.config.limits.scorer_seconds,
+            memory_mb=self.config.limits.scorer_memory_mb,
+            clock=time.monotonic,
+        )
+        async with self.progress.during("load"):
+            await self.scorer.start()
+            parts = await self._make_parts(manifest, self.scorer)
+        self.loop = Loop(parts)
+        if self.pause_reason is not None:
+            self.loop.unpaused.clear()
+        self.exchange = parts.exchange
+        services.create_task(parts.exchange.run(), name="exchange")
+        await self.loop.recover()
+        async with self.progress.during("agreement check"):
+            await check_agreement(parts.engine, parts.trainer, parts.device, await self._check_prompts(parts))
+        await self.loop.run(steps)
+        await self.loop.checkpoint()
+        if stay:
+            self.progress.say("WAITING", f"all {steps} steps are done; serving peers", "stop it: shoal down")
+            await asyncio.Event().wait()
+        raise Stopped
+
+    async def _know_manifest(self) -> Manifest:
+        """The swarm's manifest: from the home, or from a peer by the invite's digest; waits for one."""
+        manifest = self.home.manifest()
+        if manifest is not None:
+            return manifest
+        digest = self.home.swarm().manifest_digest
+        tried = 0
+        while True:
+            peers = self.transport.peers()
+            self.progress.say(
+                "WAITING",
+                f"no peer of the invite has sent the swarm's manifest yet ({tried} tries, {len(peers)} connected)",
+                "check that the inviting node is up and its port reachable",
+            )
+            if peers:
+                tried += 1
+                try:
+                    raw = await fetch_manifest(
+                        self.transport, digest, peers, timeout=self.config.network.request_timeout
+                    )
+                except TransportError as error:
+                    log.warning("manifest not fetched: %s", error)
+                else:
+                    manifest = Manifest.from_bytes(raw)
+                    self.home.keep_manifest(manifest)
+                    return manifest
+            await asyncio.sleep(0.5)
+
+    async def _make_parts(self, manifest: Manifest, scorer: Scorer) -> Parts:
+        config = self.config
+        bundle = self.bundle = await self.device.run(load_model, config.model, config.node.threads, stage="load model")
+        trainer = await self.device.run(
+            LocalTrainer, bundle, config.train, self.home.path / "dumps", stage="load model"
+        )
+        engine = TransformersEngine(bundle, self.device)
+        exchange = Exchange(
+            self.transport,
+            self.store,
+            self.identity,
+            manifest,
+            Rescorer(bundle, scorer),
+            self.clock,
+            heal_seconds=config.network.heal_seconds,
+            request_timeout=config.network.request_timeout,
+            on_event=lambda kind, message: self.history.event("info", kind, message),
+        )
+        return Parts(
+            config=config,
+            manifest=manifest,
+            peer_id=self.identity.peer_id,
+            bundle=bundle,
+            device=self.device,
+            engine=engine,
+            trainer=trainer,
+            scorer=scorer,
+            exchange=exchange,
+            store=self.store,
+            sampler=Sampler(config.node.seed),
+            checkpoints=CheckpointStore(self.home.checkpoints, config.checkpoint.keep, self.clock),
+            history=self.history,
+            progress=self.progress,
+            clock=self.clock,
+        )
+
+    async def _check_prompts(self, parts: Parts) -> list[tuple[int, ...]]:
+        """One held-out prompt of each environment, for the agreement check."""
+        refs = [held_out_task(parts.manifest, spec.name, 0) for spec in parts.manifest.environments]
+        return (await prompts(parts.bundle, parts.scorer, refs))[1]
+
+    def _outcome(self, services: asyncio.Task[None]) -> int:
+        """Exit code of the services that ended by themselves."""
+        error = services.exception()
+        if error is None or (isinstance(error, BaseExceptionGroup) and error.subgroup(Stopped)):
+            return 0
+        while isinstance(error, BaseExceptionGroup):
+            error = error.exceptions[0]
+        self.progress.say("FAILED", f"{type(error).__name__}: {error}", "read the log: shoal logs")
+        log.error("the node failed", exc_info=error)
+        self.history.event("error", "failed", self.progress.reason)
+        return 1
+
+    def _goodbye(self) -> None:
+        """Say what is saved, and close the files."""
+        if self.loop is not None:
+            trainer, base = self.loop.parts.trainer, self.loop.parts.checkpoints.base_step()
+            saved = (
+                f"step {trainer.step} is saved (checkpoint of step {base} and {trainer.step - base} journalled updates)"
+            )
+            self.history.event("info", "stop", saved)
+            print(f"shoal: {saved}", flush=True)  # noqa: T201 - the last words of the process
+        self.history.close()
+        self.store.close()
+        self.home.remove_daemon()
+
+    # -- what the web layer asks for -------------------------------------------------------------------------
+
+    def request_stop(self) -> None:
+        if self.loop is not None:
+            self.loop.stop.set()
+        self.stopped.set()
+
+    def pause(self, reason: str) -> None:
+        self.history.event("info", "pause", f"paused: {reason}")
+        self.pause_reason = reason
+        if self.loop is not None:
+            self.loop.unpaused.clear()
+
+    def resume(self) -> None:
+        self.history.event("info", "pause", "resumed")
+        self.pause_reason = None
+        if self.loop is not None:
+            self.loop.unpaused.set()
+
+    def invite_uri(self) -> str:
+        """An invite to this node's swarm, with this node as the way in."""
+        swarm = self.home.swarm()
+        return Invite(swarm.manifest_digest, reachable(self.transport.addresses()), swarm.psk, swarm.name).to_uri()

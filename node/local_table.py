@@ -1,0 +1,94 @@
+"""What `shoal local` shows: a live table in a terminal, a line a node now and then elsewhere."""
+
+import time
+from collections.abc import Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from node.local import Member
+
+PLAIN_SECONDS = 15.0
+COLUMNS = ("node", "state", "step", "reward", "since start", "held-out", "tokens/s", "own + foreign", "peers", "page")
+
+
+class LiveTable:
+    """A context manager; `show` may be called as often as one likes."""
+
+    def __init__(self, console: Console | None = None) -> None:
+        self._console = console or Console()
+        self._live = Live(console=self._console, auto_refresh=False) if self._console.is_terminal else None
+        self._plain: dict[str, tuple[str, float]] = {}
+
+    def __enter__(self) -> "LiveTable":
+        if self._live:
+            self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._live:
+            self._live.stop()
+
+    def show(self, members: Sequence["Member"]) -> None:
+        if self._live is None:
+            self._show_plain(members)
+            return
+        table = Table(*COLUMNS, title="Shoal: a swarm on this machine", caption="Ctrl-C stops; make run goes on")
+        for member in members:
+            table.add_row(*row(member))
+        self._live.update(table, refresh=True)
+
+    def _show_plain(self, members: Sequence["Member"]) -> None:
+        """A line when a node's state, step or note changed, at most every PLAIN_SECONDS for steps."""
+        now = time.monotonic()
+        for member in members:
+            cells = row(member)
+            change, since = self._plain.get(member.name, ("", 0.0))
+            sign = cells[1]
+            if sign != change or now - since >= PLAIN_SECONDS:
+                self._plain[member.name] = (sign, now)
+                self._console.print(
+                    "  ".join(f"{name} {cell}" for name, cell in zip(COLUMNS, cells, strict=True) if cell),
+                    soft_wrap=True,
+                    highlight=False,
+                    markup=False,
+                )
+
+
+def row(member: "Member") -> tuple[str, ...]:
+    """The cells of one node."""
+    status = member.status
+    if not status:
+        return (member.name, member.note or "starting", *("" for _ in COLUMNS[2:]))
+    state = status["state"]
+    words = (
+        f"{state}  {status['stage']} {status['stage_seconds']:.0f} s"
+        if state == "TRAINING"
+        else f"{state}  {status['reason']}"
+    )
+    return (
+        member.name,
+        member.note or words,
+        str(status["step"]),
+        number(status["reward"]),
+        change(status["reward_start"], status["reward"]),
+        f"{number(status['held_out_start'])} -> {number(status['held_out'])}",
+        f"{status['tokens_per_second']:.0f}",
+        f"{status['own_groups']} + {status['foreign_groups']}",
+        str(status["peers"]),
+        f"http://127.0.0.1:{member.web_port}",
+    )
+
+
+def number(value: Any) -> str:
+    return "-" if value is None else f"{value:.2f}"
+
+
+def change(start: float | None, now: float | None) -> str:
+    return "-" if start is None or now is None else f"{now - start:+.2f}"

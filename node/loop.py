@@ -1,0 +1,279 @@
+"""The training loop: one step as a straight line.
+
+    assignment -> rollouts -> rewards -> share -> peers' groups -> mix -> advantages -> update -> journal -> history
+
+The network never blocks it: sharing and pulling run beside it (swarm.exchange), and a node with no peers mixes own
+groups only. The update's input is journalled before it is applied (node.checkpoint), so kill -9 costs at most the
+rollouts of the step in progress.
+"""
+
+import asyncio
+import logging
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from node.assign import DataPosition
+from node.checkpoint import CheckpointError, CheckpointStore, JournalRecord
+from node.config import Config
+from node.device import Device
+from node.evaluate import held_out
+from node.history import History
+from node.interfaces import Batch, Engine, Interrupted, StepSkipped, Trainer, UpdateStats
+from node.models import ModelBundle
+from node.progress import Progress
+from node.rollouts import Rollout, from_group, sample, sampling_seed, to_group, train_group
+from node.scorer import Scorer
+from protocol.manifest import Manifest
+from protocol.rules import Rejected
+from swarm.exchange import Exchange
+from swarm.experience import ExperienceStore
+from swarm.sampler import Sampler
+
+log = logging.getLogger(__name__)
+
+SKIPS_BEFORE_ALARM = 5
+SKIP_ADVICE = "see shoal steps and shoal groups: are all rewards equal? choose easier environments"
+
+
+@dataclass(slots=True)
+class Parts:
+    """What the loop works with; the daemon makes them."""
+
+    config: Config
+    manifest: Manifest
+    peer_id: str
+    bundle: ModelBundle
+    device: Device
+    engine: Engine
+    trainer: Trainer
+    scorer: Scorer
+    exchange: Exchange
+    store: ExperienceStore
+    sampler: Sampler
+    checkpoints: CheckpointStore
+    history: History
+    progress: Progress
+    clock: Callable[[], float]
+
+
+class Loop:
+    """Steps of one node. `run` returns when the step goal is reached or a stop was asked for."""
+
+    def __init__(self, parts: Parts) -> None:
+        self.parts = parts
+        self.position = DataPosition()
+        self.stop = threading.Event()
+        self.unpaused = asyncio.Event()
+        self.unpaused.set()
+
+    # -- life ------------------------------------------------------------------------------------------------
+
+    async def recover(self) -> None:
+        """Continue where the last process stopped: newest good checkpoint, then the journalled updates after it."""
+        p = self.parts
+        async with p.progress.during("recover"):
+            recovery = await asyncio.to_thread(p.checkpoints.latest)
+            for problem in recovery.problems:
+                p.history.event(p.clock(), "warning", "checkpoint", problem)
+            if recovery.directory is not None:
+                await p.device.run(p.trainer.load, recovery.directory, stage="load checkpoint")
+            if recovery.state:
+                self._restore(recovery.state)
+        for record in recovery.records:
+            p.progress.say("RESUMING", f"replaying journalled step {record.step} of {recovery.records[-1].step}")
+            try:
+                await self._apply(record)
+            except StepSkipped as skipped:
+                log.info("journalled step %d was skipped again: %s", record.step, skipped)
+        if recovery.directory is not None or recovery.records:
+            p.history.event(p.clock(), "info", "resume", f"continues after step {p.trainer.step}")
+
+    async def run(self, steps: int | None) -> None:
+        """Train until `steps` updates are done in all (None: for ever). Raises what is nobody's to catch here."""
+        p = self.parts
+        if p.history.held_out_start() is None:
+            await self._evaluate()
+        skips = 0
+        while steps is None or p.trainer.step < steps:
+            if not self.unpaused.is_set():
+                await self.unpaused.wait()
+            try:
+                await self.step()
+                skips = 0
+            except StepSkipped as skipped:
+                skips += 1
+                p.history.event(p.clock(), "warning", "step", f"step {p.trainer.step + 1} skipped: {skipped}")
+                log.warning("step skipped: %s", skipped)
+                if skips >= SKIPS_BEFORE_ALARM:
+                    p.progress.say("WAITING", f"{skips} steps in a row skipped: {skipped}", SKIP_ADVICE)
+
+    # -- one step --------------------------------------------------------------------------------------------
+
+    async def step(self) -> None:
+        p = self.parts
+        p.progress.stages.clear()
+        started, step = p.clock(), p.trainer.step + 1
+        self._say_training()
+
+        available = self._pool_size()
+        own = await self._roll_out(step, count=self._own_count(available))
+        self._share(own)
+        foreign = await self._choose_foreign()
+        batch = Batch(step, tuple(train_group(r, p.config.train.advantage) for r in own + foreign))
+        record = JournalRecord(step, batch, self._state(), self._summary(step, own, foreign, p.clock() - started))
+        await self._journal(record)
+        await self._apply(record)
+
+        if p.config.eval.every and step % p.config.eval.every == 0:
+            await self._evaluate()
+        if step % p.config.checkpoint.every == 0:
+            await self.checkpoint()
+
+    def _own_count(self, available: int) -> int:
+        """I own groups, and one more for each foreign group there is none of."""
+        swarm = self.parts.config.swarm
+        return swarm.own_groups + max(0, swarm.foreign_groups - available)
+
+    async def _roll_out(self, step: int, count: int) -> list[Rollout]:
+        p = self.parts
+        async with p.progress.during("rollout"):
+            refs = self.position.take(p.manifest, p.peer_id, count, p.clock())
+            seeds = [sampling_seed(p.config.node.seed, step, i) for i in range(count)]
+            return await sample(
+                p.engine, p.bundle, p.scorer, p.config, refs, seeds, p.config.rollout.group_size
+            )
+
+    def _share(self, own: Sequence[Rollout]) -> None:
+        """Hand own groups to the exchange, which never waits for the network."""
+        p = self.parts
+        for rollout in own:
+            group = to_group(
+                rollout, swarm=p.manifest.digest, producer=p.peer_id, epoch=self.position.epoch, bundle=p.bundle
+            )
+            try:
+                p.exchange.publish(group)
+            except Rejected as refused:
+                p.history.event(p.clock(), "info", "share", f"own group not shared: {refused}")
+
+    def _pool_size(self) -> int:
+        p = self.parts
+        swarm = p.config.swarm
+        return p.sampler.available(p.store.pool(p.clock()), max_uses=swarm.max_group_uses)
+
+    async def _choose_foreign(self) -> list[Rollout]:
+        """J groups drawn from the admitted, informative ones (SAPO), re-encoded for this model."""
+        p = self.parts
+        swarm = p.config.swarm
+        async with p.progress.during("mix"):
+            chosen = p.sampler.choose(
+                p.store.pool(p.clock()),
+                swarm.foreign_groups,
+                max_uses=swarm.max_group_uses,
+                max_producer_share=swarm.max_producer_share,
+                weight=p.exchange.weight,
+            )
+            use_behaviour = swarm.foreign_ratio == "behaviour"
+            return [
+                await from_group(
+                    p.store.group_body(entry.digest), entry.rewards, p.bundle, p.scorer, use_behaviour=use_behaviour
+                )
+                for entry in chosen
+            ]
+
+    async def _journal(self, record: JournalRecord) -> None:
+        p = self.parts
+        async with p.progress.during("journal"):
+            await asyncio.to_thread(p.checkpoints.append, record)
+
+    async def _apply(self, record: JournalRecord) -> None:
+        """Do the journalled update, whether for the first time or after a restart, and write it down."""
+        p = self.parts
+        started = p.clock()
+        self._restore(record.state)
+        try:
+            async with p.progress.during("update"):
+                stats: UpdateStats = await p.device.run(
+                    p.trainer.update, record.batch, self.stop.is_set, stage="update"
+                )
+        except Interrupted:
+            raise asyncio.CancelledError from None
+        await p.engine.update_weights(p.trainer.step)
+        now = p.clock()
+        p.progress.last_step_at = now
+        update = {**asdict(stats), "update_seconds": now - started, "stages": dict(p.progress.stages)}
+        p.history.record_step(record.step, now, {**record.summary, **update})
+
+    # -- beside the line -------------------------------------------------------------------------------------
+
+    async def checkpoint(self) -> None:
+        """Write a full checkpoint. A full disk costs the checkpoint, not the training: the journal goes on."""
+        p = self.parts
+        async with p.progress.during("checkpoint"):
+            try:
+                await p.device.run(
+                    p.checkpoints.save, p.trainer.step, p.trainer.save, self._state(), stage="checkpoint"
+                )
+            except CheckpointError as error:
+                p.history.event(p.clock(), "error", "checkpoint", str(error))
+                log.error("%s", error)
+
+    async def _evaluate(self) -> None:
+        p = self.parts
+        async with p.progress.during("evaluate"):
+            scores = await held_out(p.engine, p.bundle, p.scorer, p.config, p.manifest)
+            mean = sum(scores.values()) / len(scores)
+            best = p.history.best_held_out()
+            p.history.record_evaluation(p.trainer.step, p.clock(), scores)
+            if p.trainer.step and (best is None or mean > best):
+                try:
+                    await p.device.run(
+                        p.checkpoints.save_best, p.trainer.step, mean, p.trainer.export, stage="checkpoint"
+                    )
+                except CheckpointError as error:
+                    p.history.event(p.clock(), "error", "checkpoint", str(error))
+
+    def _say_training(self) -> None:
+        p = self.parts
+        peers = len(p.exchange.transport.peers())
+        if peers:
+            p.progress.say("TRAINING", f"with {peers} peer{'s' if peers > 1 else ''}")
+        else:
+            p.progress.say("TRAINING", "alone: no peer connected", "invite somebody: shoal swarm invite")
+
+    def _state(self) -> dict[str, Any]:
+        return {
+            "epoch": self.position.epoch,
+            "taken": self.position.taken,
+            "sampler": self.parts.sampler.state(),
+        }
+
+    def _restore(self, state: Mapping[str, Any]) -> None:
+        self.position = DataPosition(state["epoch"], state["taken"])
+        self.parts.sampler.restore(state["sampler"])
+
+    def _summary(
+        self, step: int, own: Sequence[Rollout], foreign: Sequence[Rollout], seconds: float
+    ) -> dict[str, Any]:
+        """What the history keeps of a step besides the update's own numbers."""
+        scores = [score for rollout in own for score in rollout.scores]
+        samples = [sample for rollout in own for sample in rollout.samples]
+        by_environment: dict[str, list[float]] = {}
+        for rollout in own:
+            by_environment.setdefault(rollout.ref.environment, []).extend(rollout.rewards)
+        tokens = sum(len(sample.token_ids) for sample in samples)
+        rollout_seconds = self.parts.progress.stages.get("rollout", 0.0)
+        return {
+            "reward": sum(score.reward for score in scores) / max(1, len(scores)),
+            "rewards": {name: sum(values) / len(values) for name, values in sorted(by_environment.items())},
+            "own_groups": len(own),
+            "foreign_groups": len(foreign),
+            "own_informative": sum(rollout.informative for rollout in own),
+            "foreign_informative": sum(rollout.informative for rollout in foreign),
+            "unparsed": sum(not score.parsed for score in scores) / max(1, len(scores)),
+            "truncated": sum(sample.finish == "length" for sample in samples) / max(1, len(samples)),
+            "rollout_tokens": tokens,
+            "tokens_per_second": tokens / rollout_seconds if rollout_seconds else 0.0,
+            "prepare_seconds": seconds,
+        }

@@ -1,0 +1,51 @@
+"""Where the node is right now, in words a person can act on: state, reason, next action, stage and since when."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Literal
+
+State = Literal["STARTING", "RESUMING", "TRAINING", "WAITING", "PAUSED", "STOPPING", "FAILED"]
+
+
+class StageTimeout(Exception):
+    """A stage of the step ran past its deadline; the message names the stage and the seconds."""
+
+
+@dataclass(slots=True)
+class Progress:
+    """Mutable on the asyncio thread only. `stages` holds the seconds of each stage of the current step."""
+
+    clock: Callable[[], float]
+    deadline: float
+    """Seconds one stage may take."""
+    state: State = "STARTING"
+    reason: str = ""
+    next: str = ""
+    stage: str = "start"
+    since: float = 0.0
+    last_step_at: float | None = None
+    stages: dict[str, float] = field(default_factory=dict)
+
+    def say(self, state: State, reason: str = "", next: str = "") -> None:
+        self.state, self.reason, self.next = state, reason, next
+
+    @asynccontextmanager
+    async def during(self, stage: str) -> AsyncIterator[None]:
+        """Name the stage, time it, and raise StageTimeout when it outlives its deadline."""
+        outer, outer_since = self.stage, self.since
+        self.stage, self.since = stage, self.clock()
+        try:
+            async with asyncio.timeout(self.deadline) as limit:
+                yield
+        except TimeoutError as error:
+            if not limit.expired():
+                raise
+            raise StageTimeout(
+                f"stage '{stage}' took longer than {self.deadline:.0f} s (limits.stage_seconds); "
+                "raise the limit or lower rollout.max_new_tokens"
+            ) from error
+        finally:
+            self.stages[stage] = self.stages.get(stage, 0.0) + self.clock() - self.since
+            self.stage, self.since = outer, outer_since

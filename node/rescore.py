@@ -1,0 +1,41 @@
+"""Scores a peer's completions here: the claim of whoever sent them is never used."""
+
+from collections.abc import Sequence
+
+from node.models import ModelBundle, encode_completion
+from node.scorer import Scorer, ScorerError
+from protocol.rollout import RolloutGroup
+from protocol.rules import Reason, Rejected
+from swarm.exchange import ScoringUnavailable
+
+BUDGET_SLACK = 2
+"""Tokenizers differ: the same text may take twice the tokens here that it took its producer."""
+
+
+class Rescorer:
+    """The exchange's `rescore`: regenerates the task in the scorer process and scores every completion."""
+
+    def __init__(self, bundle: ModelBundle, scorer: Scorer) -> None:
+        self._bundle, self._scorer = bundle, scorer
+
+    async def __call__(self, group: RolloutGroup) -> Sequence[float]:
+        """One reward per completion. Raises Rejected(over_budget), ScoringUnavailable when the scorer failed."""
+        try:
+            return await self._score(group)
+        except ScorerError as error:
+            raise ScoringUnavailable(str(error)) from error
+
+    async def _score(self, group: RolloutGroup) -> Sequence[float]:
+        (task,) = await self._scorer.tasks([group.task], foreign=True)
+        limit = task.max_tokens * BUDGET_SLACK
+        for i, completion in enumerate(group.completions):
+            length = len(encode_completion(self._bundle, completion.text, completion.finish))
+            if completion.token_count > task.max_tokens or length > limit:
+                raise Rejected(
+                    Reason.OVER_BUDGET,
+                    f"completion {i}: {completion.token_count} tokens claimed, {length} here; "
+                    f"the task allows {task.max_tokens}",
+                )
+        texts = [(group.task, completion.text) for completion in group.completions]
+        scores = await self._scorer.score(texts, foreign=True)
+        return [score.reward for score in scores]

@@ -1,0 +1,173 @@
+"""Own and foreign rollouts in the one shape the update wants, and the way between them and the wire."""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from node.algorithms.advantages import ADVANTAGES
+from node.config import Config
+from node.interfaces import Engine, PromptRequest, Sample, Score, Task, TrainGroup, TrainSequence
+from node.models import ModelBundle, decode, encode_completion, render_prompt
+from node.scorer import Scorer
+from protocol.rollout import (
+    Completion,
+    RolloutGroup,
+    TaskRef,
+    Turn,
+    pack_logprobs,
+    pack_token_ids,
+    unpack_logprobs,
+    unpack_token_ids,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Rollout:
+    """One task and what one policy answered to it, scored here."""
+
+    origin: Literal["own", "foreign"]
+    ref: TaskRef
+    prompt_ids: tuple[int, ...]
+    samples: tuple[Sample, ...]
+    texts: tuple[str, ...]
+    scores: tuple[Score, ...]
+    behaviour_known: bool = True
+
+    @property
+    def rewards(self) -> tuple[float, ...]:
+        return tuple(score.reward for score in self.scores)
+
+    @property
+    def informative(self) -> bool:
+        return max(self.rewards) > min(self.rewards)
+
+
+def sampling_seed(node_seed: int, *parts: str | int) -> int:
+    """63-bit seed of one request, from the node's seed and what names the request."""
+    text = "/".join(map(str, (node_seed, *parts)))
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
+
+
+async def prompts(
+    bundle: ModelBundle, scorer: Scorer, refs: Sequence[TaskRef]
+) -> tuple[list[Task], list[tuple[int, ...]]]:
+    """Regenerate tasks and render their prompts with this model's chat template."""
+    tasks = await scorer.tasks(refs)
+    return tasks, [render_prompt(bundle, task.messages) for task in tasks]
+
+
+async def sample(
+    engine: Engine,
+    bundle: ModelBundle,
+    scorer: Scorer,
+    config: Config,
+    refs: Sequence[TaskRef],
+    seeds: Sequence[int],
+    n: int,
+) -> list[Rollout]:
+    """Sample and score `n` completions of each task; rollouts come back in the order of `refs`."""
+    tasks, prompt_ids = await prompts(bundle, scorer, refs)
+    cap = config.rollout.max_new_tokens
+    requests = [
+        PromptRequest(
+            key=str(i),
+            prompt_ids=ids,
+            n=n,
+            max_new_tokens=min(cap, task.max_tokens) if cap else task.max_tokens,
+            temperature=config.rollout.temperature,
+            seed=seed,
+        )
+        for i, (task, ids, seed) in enumerate(zip(tasks, prompt_ids, seeds, strict=True))
+    ]
+    sampled = {group.key: group.samples async for group in engine.generate(requests)}
+    texts = [[decode(bundle, sample.token_ids) for sample in sampled[str(i)]] for i in range(len(refs))]
+    flat = [(ref, text) for ref, group in zip(refs, texts, strict=True) for text in group]
+    scores = await scorer.score(flat)
+    return [
+        Rollout(
+            origin="own",
+            ref=ref,
+            prompt_ids=prompt_ids[i],
+            samples=sampled[str(i)],
+            texts=tuple(texts[i]),
+            scores=tuple(scores[i * n : (i + 1) * n]),
+        )
+        for i, ref in enumerate(refs)
+    ]
+
+
+def to_group(rollout: Rollout, *, swarm: bytes, producer: str, epoch: int, bundle: ModelBundle) -> RolloutGroup:
+    """The wire form of an own rollout."""
+    return RolloutGroup(
+        swarm=swarm,
+        producer=producer,
+        epoch=epoch,
+        task=rollout.ref,
+        model=bundle.name[:64],
+        tokenizer=bundle.fingerprint,
+        policy_version=rollout.samples[0].version,
+        completions=tuple(
+            Completion(
+                turns=(Turn(role="assistant", text=text),),
+                finish=sample.finish,
+                token_count=len(sample.token_ids),
+                reward=score.reward,
+                token_ids=pack_token_ids(sample.token_ids),
+                logprobs=pack_logprobs(sample.logprobs),
+            )
+            for text, sample, score in zip(rollout.texts, rollout.samples, rollout.scores, strict=True)
+        ),
+    )
+
+
+async def from_group(
+    group: RolloutGroup, rewards: Sequence[float], bundle: ModelBundle, scorer: Scorer, *, use_behaviour: bool
+) -> Rollout:
+    """A foreign group as this node sees it: prompt regenerated, text re-encoded, locally computed rewards.
+
+    With `use_behaviour` and the same tokenizer, the producer's token ids and log-probabilities are kept where the
+    ids really spell the text.
+    """
+    _, (prompt_ids,) = await prompts(bundle, scorer, [group.task])
+    same_tokenizer = use_behaviour and group.tokenizer == bundle.fingerprint
+    samples = []
+    for completion in group.completions:
+        ids, logprobs = encode_completion(bundle, completion.text, completion.finish), ()
+        if same_tokenizer and completion.token_ids and completion.logprobs:
+            claimed = unpack_token_ids(completion.token_ids)
+            in_vocabulary = all(token < bundle.vocabulary_size for token in claimed)
+            if in_vocabulary and decode(bundle, claimed) == completion.text:
+                ids, logprobs = claimed, unpack_logprobs(completion.logprobs)
+        samples.append(Sample(ids, logprobs, completion.finish, group.policy_version))
+    return Rollout(
+        origin="foreign",
+        ref=group.task,
+        prompt_ids=prompt_ids,
+        samples=tuple(samples),
+        texts=tuple(completion.text for completion in group.completions),
+        scores=tuple(Score(reward=reward, parsed=True) for reward in rewards),
+        behaviour_known=all(len(sample.logprobs) == len(sample.token_ids) for sample in samples),
+    )
+
+
+def train_group(rollout: Rollout, advantage: str) -> TrainGroup:
+    """Advantages of one group, and its sequences as the trainer takes them. Empty completions are left out."""
+    lengths = torch.tensor([len(sample.token_ids) for sample in rollout.samples])
+    values = ADVANTAGES[advantage](torch.tensor(rollout.rewards, dtype=torch.float32), lengths)
+    return TrainGroup(
+        prompt_ids=rollout.prompt_ids,
+        sequences=tuple(
+            TrainSequence(
+                token_ids=sample.token_ids,
+                mask=(True,) * len(sample.token_ids),
+                advantage=float(value),
+                behaviour_logprobs=sample.logprobs if rollout.behaviour_known else None,
+            )
+            for sample, value in zip(rollout.samples, values, strict=True)
+            if sample.token_ids
+        ),
+        origin=rollout.origin,
+    )

@@ -1,0 +1,213 @@
+"""The daemon as the web layer sees it: one method per question, answers in plain JSON values."""
+
+import asyncio
+import os
+import resource
+from collections.abc import AsyncIterator, Mapping, Sequence
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any
+
+import psutil
+
+from node.rollouts import prompts
+from node.settings import public_values
+from protocol.rollout import RolloutGroup
+from swarm.experience import GroupRecord, UnknownGroup
+from web.view import NotFound
+
+if TYPE_CHECKING:
+    from node.daemon import Daemon
+
+Json = Any
+VERSION = version("shoal")
+
+
+class DaemonView:
+    """Implements `web.view.NodeView`. Reads only; `pause`, `resume` and `stop` set an event and return."""
+
+    def __init__(self, daemon: "Daemon") -> None:
+        self.node = daemon
+        self._process = psutil.Process(os.getpid())
+
+    def status(self) -> Mapping[str, Json]:
+        node, progress = self.node, self.node.progress
+        now = node.clock()
+        first, last = node.history.first_step(), node.history.last_step()
+        last = last or {}
+        exchange = node.exchange.counters() if node.exchange else {}
+        return {
+            "state": progress.state,
+            "reason": progress.reason,
+            "next": progress.next,
+            "step": node.loop.parts.trainer.step if node.loop else last.get("step", 0),
+            "reward": last.get("reward"),
+            "reward_start": (first or {}).get("reward"),
+            "held_out": node.history.held_out_latest(),
+            "held_out_start": node.history.held_out_start(),
+            "held_out_best": node.history.best_held_out(),
+            "tokens_per_second": last.get("tokens_per_second", 0.0),
+            "own_groups": last.get("own_groups", 0),
+            "foreign_groups": last.get("foreign_groups", 0),
+            "peers": len(node.transport.peers()),
+            "peer_id": node.identity.peer_id,
+            "name": node.config.node.name or node.identity.peer_id[-8:],
+            "swarm": node.manifest.name if node.manifest else "",
+            "stage": progress.stage,
+            "stage_seconds": now - progress.since,
+            "stages": dict(progress.stages),
+            "last_step_age": None if progress.last_step_at is None else now - progress.last_step_at,
+            "step_deadline": node.config.limits.stage_seconds,
+            "rss_mb": self._process.memory_info().rss / 2**20,
+            "peak_rss_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10,
+            "uptime": now - node.started_at,
+            "version": VERSION,
+            "model": node.bundle.name if node.bundle else node.config.model.path,
+            "groups": {**exchange, "trained_foreign": node.history.trained_foreign()},
+        }
+
+    def steps(self, after: int, limit: int) -> Sequence[Mapping[str, Json]]:
+        return self.node.history.steps(after, limit)
+
+    def groups(self, before: int | None, limit: int) -> Sequence[Mapping[str, Json]]:
+        return [group_summary(record) for record in self.node.store.summaries(before, limit)]
+
+    async def group(self, group_id: str) -> Mapping[str, Json]:
+        node = self.node
+        try:
+            record = node.store.find(group_id)
+            group = node.store.group_body(record.digest)
+        except UnknownGroup as error:
+            raise NotFound(str(error)) from error
+        messages: list[Json] = []
+        if node.loop is not None:
+            tasks, _ = await prompts(node.loop.parts.bundle, node.loop.parts.scorer, [group.task])
+            messages = [{"role": message.role, "content": message.content} for message in tasks[0].messages]
+        return {**group_summary(record), "prompt": messages, "completions": completions(group, record.local)}
+
+    def peers(self) -> Sequence[Mapping[str, Json]]:
+        node = self.node
+        connected = set(node.transport.peers())
+        verdicts = node.store.verdicts()
+        known = {record.peer: record for record in node.store.peers()}
+        rows = []
+        for peer in sorted(connected | set(known)):
+            counts = dict(verdicts.get(peer, {}))
+            record = known.get(peer)
+            published, admitted = counts.pop("announced", 0), counts.pop("admitted", 0)
+            rows.append(
+                {
+                    "peer_id": peer,
+                    "connected": peer in connected,
+                    "model": record.model if record else "",
+                    "reputation": node.exchange.weight(peer) if node.exchange else 0.0,
+                    "banned": bool(record and record.banned),
+                    "published": published,
+                    "admitted": admitted,
+                    "rejected": counts,
+                    "last_seen": record.last_seen if record else node.clock(),
+                }
+            )
+        return rows
+
+    def swarm(self) -> Mapping[str, Json]:
+        node = self.node
+        if node.manifest is None:
+            return {}
+        now = node.clock()
+        epoch = node.manifest.epoch_at(now)
+        return {
+            **node.manifest.describe(),
+            "digest": node.manifest.digest.hex(),
+            "epoch": {"number": epoch, "ends_in": node.manifest.epoch_ends(epoch) - now},
+            "invite": node.invite_uri(),
+        }
+
+    def events(self, after: int, limit: int) -> Sequence[Mapping[str, Json]]:
+        return self.node.history.events(after, limit)
+
+    async def follow(self, after: int) -> AsyncIterator[Mapping[str, Json]]:
+        while True:
+            fresh = self.node.history.events(after, 100)
+            for event in fresh:
+                after = event["id"]
+                yield event
+            if not fresh:
+                await asyncio.sleep(0.5)
+
+    def config(self) -> Mapping[str, Json]:
+        return public_values(self.node.settings)
+
+    def metrics(self) -> Mapping[str, float]:
+        status = self.status()
+        last = self.node.history.last_step() or {}
+        stats = self.node.transport.stats()
+        samples = {
+            "shoal_step": status["step"],
+            "shoal_peers": status["peers"],
+            "shoal_up": float(status["state"] != "FAILED"),
+            "shoal_reward": status["reward"],
+            "shoal_held_out": status["held_out"],
+            "shoal_tokens_per_second": status["tokens_per_second"],
+            "shoal_last_step_age_seconds": status["last_step_age"],
+            "shoal_resident_bytes": status["rss_mb"] * 2**20,
+            "shoal_uptime_seconds": status["uptime"],
+            "shoal_trained_foreign_total": status["groups"]["trained_foreign"],
+            "shoal_network_bytes_in_total": stats.bytes_in,
+            "shoal_network_bytes_out_total": stats.bytes_out,
+            "shoal_network_dropped_events_total": stats.dropped_events,
+            "shoal_network_dropped_publishes_total": stats.dropped_publishes,
+            **{f"shoal_groups_{name}_total": status["groups"].get(name) for name in ("published", "fetched", "admitted")},
+            **{
+                f'shoal_groups_rejected_total{{reason="{reason}"}}': count
+                for reason, count in status["groups"].get("rejected", {}).items()
+            },
+            **{f'shoal_stage_seconds{{stage="{stage}"}}': seconds for stage, seconds in status["stages"].items()},
+            **{
+                f"shoal_{name}": last.get(name)
+                for name in ("loss", "grad_norm", "kl_behaviour", "max_mismatch", "clip_fraction", "ess", "entropy")
+            },
+        }
+        return {name: float(value) for name, value in samples.items() if value is not None}
+
+    def pause(self, reason: str) -> None:
+        self.node.pause(reason)
+
+    def resume(self) -> None:
+        self.node.resume()
+
+    def stop(self) -> None:
+        self.node.request_stop()
+
+
+def group_summary(record: GroupRecord) -> dict[str, Json]:
+    """One row of the groups table."""
+    return {
+        "row": record.row,
+        "id": record.digest.hex(),
+        "origin": record.origin,
+        "producer": record.producer,
+        "model": record.model,
+        "environment": record.task.environment,
+        "epoch": record.epoch,
+        "rewards": list(record.local or record.claimed),
+        "claimed": list(record.claimed),
+        "verdict": record.verdict,
+        "detail": record.detail,
+        "size": record.size,
+        "uses": record.uses,
+        "at": record.received_at,
+    }
+
+
+def completions(group: RolloutGroup, local: Sequence[float]) -> list[dict[str, Json]]:
+    """What was answered, with the local score where there is one."""
+    return [
+        {
+            "text": completion.text,
+            "finish": completion.finish,
+            "tokens": completion.token_count,
+            "claimed": completion.reward,
+            "reward": local[i] if i < len(local) else None,
+        }
+        for i, completion in enumerate(group.completions)
+    ]
