@@ -5,7 +5,7 @@ http.client and not urllib, because a proxy configured for the web must never se
 
 import http.client
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 from urllib.parse import quote, urlencode, urlsplit
 
@@ -35,17 +35,22 @@ class Client:
 
     def get(self, *path: str, **query: str | int) -> Any:
         """GET /api/v1/<path>. Raises DaemonUnreachable, RequestRefused."""
-        return self._ask("GET", path, query, None)
+        target = target_of(path)
+        return accepted(target, *self._ask("GET", f"{target}?{urlencode(query)}" if query else target, None))
 
     def post(self, *path: str, body: Mapping[str, Any] | None = None) -> Any:
         """POST /api/v1/<path> with a JSON body. Raises DaemonUnreachable, RequestRefused."""
-        return self._ask("POST", path, {}, body or {})
+        target = target_of(path)
+        return accepted(target, *self._ask("POST", target, body or {}))
 
-    def _ask(self, method: str, path: tuple[str, ...], query: Mapping[str, Any], body: Mapping[str, Any] | None) -> Any:
+    def ready(self) -> tuple[bool, list[str]]:
+        """Whether the daemon works as it should (/readyz), and why not. Raises DaemonUnreachable."""
+        status, answer = self._ask("GET", "/readyz", None)
+        return status == 200, list(answer.get("reasons", [])) if isinstance(answer, dict) else []
+
+    def _ask(self, method: str, target: str, body: Mapping[str, Any] | None) -> tuple[int, Any]:
+        """(HTTP status, JSON of the answer)."""
         parts = urlsplit(self.url)
-        target = "/api/v1/" + "/".join(quote(part, safe="") for part in path)
-        if query:
-            target += "?" + urlencode(query)
         headers = {"Authorization": f"Bearer {self.token}", "Accept": "application/json"}
         content = None
         if body is not None:
@@ -65,15 +70,23 @@ class Client:
         finally:
             connection.close()
         try:
-            answer = json.loads(raw) if raw else None
+            return response.status, json.loads(raw) if raw else None
         except ValueError as error:
             raise RequestRefused(
                 response.status, f"{self.url} answered {response.status} and no JSON: is it Shoal? ; see `shoal paths`"
             ) from error
-        if response.status >= 400:
-            detail = answer.get("error") if isinstance(answer, dict) else None
-            raise RequestRefused(response.status, str(detail or f"the daemon answered {response.status} to {target}"))
+
+
+def target_of(path: Sequence[str]) -> str:
+    return "/api/v1/" + "/".join(quote(part, safe="") for part in path)
+
+
+def accepted(target: str, status: int, answer: Any) -> Any:
+    """The answer, unless it is an error. Raises RequestRefused."""
+    if status < 400:
         return answer
+    detail = answer.get("error") if isinstance(answer, dict) else None
+    raise RequestRefused(status, str(detail or f"the daemon answered {status} to {target}"))
 
 
 def connect(home: Home, timeout: float = TIMEOUT) -> Client:

@@ -76,10 +76,10 @@ def load(home: Home, overrides: Mapping[str, Any] = MappingProxyType({})) -> Set
     for name, text in os.environ.items():
         if name.startswith(PREFIX) and name not in RESERVED and name not in by_variable:
             if name not in ALIASES:
-                near = difflib.get_close_matches(name, [*by_variable, *ALIASES, *RESERVED], 1, 0.5)
-                raise ConfigError(
-                    f"unknown environment variable {name} ; {f'did you mean {near[0]}?' if near else 'unset it'}"
-                )
+                known = [other.removeprefix(PREFIX) for other in (*by_variable, *ALIASES, *RESERVED)]
+                near = difflib.get_close_matches(name.removeprefix(PREFIX), known, 1, 0.5)
+                hint = f"did you mean {PREFIX}{near[0]}?" if near else "unset it"
+                raise ConfigError(f"unknown environment variable {name} ; {hint}")
             if text:
                 aliased[ALIASES[name]] = text
 

@@ -1,0 +1,27 @@
+"""`shoal bench`: measure this machine against the peers of the field."""
+
+import click
+
+from node.cli.session import Command, Session, with_session
+
+
+@click.command(cls=Command)
+@click.argument("name", type=click.Choice(["step", "rollout", "exchange"]))
+@with_session
+def bench(session: Session, name: str) -> None:
+    """Run a benchmark: `step` against TRL, `rollout` against HF generate, `exchange` over libp2p."""
+    session.start_logging(None)
+
+    from node.bench import run
+    from node.cli.output import emit, facts
+
+    result = run(name)
+    if session.as_json:
+        emit(result)
+        return
+    flat = {
+        f"{key}.{inner}" if inner else key: value
+        for key, content in result.items()
+        for inner, value in (content.items() if isinstance(content, dict) else [("", content)])
+    }
+    facts(flat)

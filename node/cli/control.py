@@ -1,0 +1,102 @@
+"""Commands that ask the running daemon to do something: down, pause, resume, open, health."""
+
+import time
+from typing import TYPE_CHECKING
+
+import click
+
+from node.cli.session import Command, Session, with_session
+
+if TYPE_CHECKING:
+    from node.client import Client
+
+STOP_SECONDS = 30.0
+
+
+class DaemonStuck(Exception):
+    """The daemon was asked to stop and did not."""
+
+
+@click.command(cls=Command)
+@with_session
+def down(session: Session) -> None:
+    """Stop the daemon in good order and wait until it is gone."""
+    from node.cli.output import emit
+
+    home, client = session.node(), session.client()
+    info = home.daemon()
+    client.post("stop")
+    deadline = time.monotonic() + STOP_SECONDS
+    while (now := home.daemon()) is not None and info is not None and now.pid == info.pid:
+        if time.monotonic() > deadline:
+            raise DaemonStuck(f"process {info.pid} still runs after {STOP_SECONDS:.0f} s ; see `shoal logs`")
+        time.sleep(0.1)
+    if session.as_json:
+        emit({"state": "STOPPED"})
+    else:
+        click.echo("STOPPED  everything up to the last step is saved; run shoal up to go on")
+
+
+@click.command(cls=Command)
+@click.option("--reason", default="asked for on the command line", help="shown in the status")
+@with_session
+def pause(session: Session, reason: str) -> None:
+    """Stop training after the step in progress; the node stays in touch with its peers."""
+    session.client().post("pause", body={"reason": reason})
+    answer(session, "PAUSED", reason, "run shoal resume to go on")
+
+
+@click.command(cls=Command)
+@with_session
+def resume(session: Session) -> None:
+    """Train on after a pause."""
+    session.client().post("resume")
+    answer(session, "TRAINING", "resumed", "")
+
+
+def answer(session: Session, state: str, reason: str, following: str) -> None:
+    from node.cli.output import emit, status_line
+
+    done = {"state": state, "reason": reason, "next": following}
+    if session.as_json:
+        emit(done)
+    else:
+        click.echo(status_line(done))
+
+
+@click.command(name="open", cls=Command)
+@click.option("--no-browser", is_flag=True, help="only print the link")
+@with_session
+def open_page(session: Session, no_browser: bool) -> None:
+    """Open the status page in a browser, signed in by a one-time link (also printed)."""
+    from node.cli.output import emit
+
+    link = sign_in(session.client(), browser=not no_browser and not session.as_json)
+    if session.as_json:
+        emit({"url": link})
+    else:
+        click.echo(link)
+
+
+def sign_in(client: "Client", browser: bool) -> str:
+    """A link that signs one browser in, once; opened if asked for and there is a browser."""
+    import webbrowser
+
+    link: str = client.url + client.post("login")["path"]
+    if browser:
+        webbrowser.open(link)
+    return link
+
+
+@click.command(cls=Command)
+@with_session
+def health(session: Session) -> int:
+    """Exit 0 if the daemon is ready and its last step is not too old, 1 if not. For health checks."""
+    from node.cli.output import emit
+
+    ready, reasons = session.client().ready()
+    if session.as_json:
+        emit({"ready": ready, "reasons": reasons})
+    else:
+        click.echo("ready" if ready else "not ready: " + "; ".join(reasons))
+    return 0 if ready else 1

@@ -1,0 +1,68 @@
+"""Every error of the command line becomes one line, `shoal: <what> ; <fix>`, and an exit code."""
+
+import json
+import sys
+import traceback
+from types import TracebackType
+from typing import Literal
+
+import click
+
+FAILURE, USAGE, UNREACHABLE, NOT_INITIALISED, INTERRUPTED = 1, 2, 3, 4, 130
+
+# by name: importing the classes would cost every call the modules they live in
+EXIT_CODES = {
+    "node.settings.ConfigError": USAGE,
+    "protocol.invite.InviteError": USAGE,
+    "node.client.DaemonUnreachable": UNREACHABLE,
+    "node.home.NotInitialised": NOT_INITIALISED,
+}
+ROOMS = ("protocol.", "swarm.", "node.", "web.")
+
+
+def judge(error: BaseException) -> tuple[int, str]:
+    """(exit code, '<what> ; <fix>') of an error."""
+    match error:
+        case click.UsageError():
+            where = error.ctx.command_path if error.ctx else "shoal"
+            return USAGE, f"{error.format_message().rstrip('.')} ; see `{where} --help`"
+        case click.ClickException():
+            return error.exit_code, error.format_message()
+        case click.Abort() | KeyboardInterrupt():
+            return INTERRUPTED, "interrupted"
+    for kind in type(error).__mro__:
+        code = EXIT_CODES.get(f"{kind.__module__}.{kind.__qualname__}")
+        if code is not None:
+            return code, str(error)
+    if type(error).__module__.startswith(ROOMS):
+        return FAILURE, str(error) or type(error).__name__
+    if isinstance(error, OSError):
+        name = f"{error.filename}: " if error.filename else ""
+        return FAILURE, f"{name}{error.strerror or error} ; check the path, its owner and the space on its disk"
+    return FAILURE, f"unexpected {type(error).__name__}: {error} ; run it again with -v and report the traceback"
+
+
+class Reporting:
+    """Around a whole call: prints an error in the form that was asked for and leaves with its exit code."""
+
+    def __init__(self, as_json: bool, verbose: bool) -> None:
+        self.as_json, self.verbose = as_json, verbose
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> Literal[False]:
+        if error is None or isinstance(error, SystemExit | GeneratorExit):
+            return False
+        code, text = judge(error)
+        text = " ".join(text.split())
+        what, _, fix = text.partition(" ; " if " ; " in text else "; ")
+        if self.verbose and not isinstance(error, click.ClickException | click.Abort):
+            traceback.print_exception(error, file=sys.stderr)
+        if self.as_json:
+            click.echo(json.dumps({"error": what, "fix": fix, "kind": type(error).__name__, "code": code}), err=True)
+        else:
+            click.echo(f"shoal: {what} ; {fix}" if fix else f"shoal: {what}", err=True)
+        raise SystemExit(code) from error

@@ -1,0 +1,136 @@
+"""What the global options say, and click classes that take them before and after the subcommand.
+
+Only click and the standard library here: `shoal --help` must not wait for pydantic or torch.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from node.cli.errors import Reporting
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from node.client import Client
+    from node.home import Home
+    from node.settings import Settings
+
+
+@dataclass(slots=True)
+class Session:
+    """Global options of one call of `shoal`."""
+
+    home_path: str | None = None
+    as_json: bool = False
+    no_color: bool = False
+    verbose: bool = False
+    log_format: str = "text"
+    overrides: dict[str, str] = field(default_factory=dict)
+    """Flags that are settings: 'section.key' -> text."""
+
+    def home(self) -> Home:
+        from node.home import Home
+
+        return Home(self.home_path)
+
+    def node(self) -> Home:
+        """The home, initialised. Raises NotInitialised."""
+        home = self.home()
+        home.require()
+        return home
+
+    def unlocked(self) -> Home:
+        """The home with the passphrase of its identity, asked for where there is a person to ask."""
+        home = self.node()
+        if home.passphrase is None and home.identity_is_sealed() and sys.stdin.isatty():
+            home.passphrase = click.prompt("Passphrase of the identity", hide_input=True, err=True)
+        return home
+
+    def settings(self, home: Home) -> Settings:
+        from node.settings import load
+
+        return load(home, self.overrides)
+
+    def client(self, timeout: float | None = None) -> Client:
+        from node.client import TIMEOUT, connect
+
+        return connect(self.node(), timeout or TIMEOUT)
+
+    def start_logging(self, file: Path | None) -> None:
+        from node.logs import set_up
+
+        set_up("json" if self.log_format == "json" else "text", self.verbose, file)
+
+
+def remember(ctx: click.Context, param: click.Parameter, value: Any) -> None:
+    session = ctx.ensure_object(Session)
+    if value not in (None, False, ()):
+        setattr(session, str(param.name), value)
+
+
+def remember_settings(ctx: click.Context, param: click.Parameter, value: tuple[str, ...]) -> None:
+    session = ctx.ensure_object(Session)
+    for pair in value:
+        key, sign, text = pair.partition("=")
+        if not sign:
+            raise click.BadParameter(f"{pair!r} is not section.key=value", ctx, param)
+        session.overrides[key.strip()] = text
+
+
+def global_options(hidden: bool) -> list[click.Parameter]:
+    def option(*names: str, hidden: bool = hidden, **attributes: Any) -> click.Option:
+        attributes.setdefault("callback", remember)
+        return click.Option(names, expose_value=False, hidden=hidden, **attributes)
+
+    return [
+        option("--home", "home_path", metavar="DIR", help="the node's directory [SHOAL_HOME]"),
+        option("--json", "as_json", is_flag=True, hidden=False, help="print one JSON value"),
+        option("--set", "overrides", multiple=True, metavar="KEY=VALUE", callback=remember_settings,
+               help="a setting for this call, as section.key=value; repeatable"),
+        option("--no-color", "no_color", is_flag=True, help="no colours"),
+        option("-v", "--verbose", "verbose", is_flag=True, help="debug logs, and tracebacks of errors"),
+        option("--log-format", "log_format", type=click.Choice(["text", "json"]), envvar="SHOAL_LOG_FORMAT",
+               help="form of the log on stderr [SHOAL_LOG_FORMAT]"),
+    ]  # fmt: skip
+
+
+class Command(click.Command):
+    def __init__(self, *args: Any, **attributes: Any) -> None:
+        super().__init__(*args, **attributes)
+        self.params += global_options(hidden=True)
+
+    def get_short_help_str(self, limit: int = 88) -> str:
+        return super().get_short_help_str(limit)
+
+
+class Group(click.Group):
+    """Commands in the order they were added; `main` turns every error into one line and an exit code."""
+
+    command_class = Command
+
+    def __init__(self, *args: Any, **attributes: Any) -> None:
+        super().__init__(*args, **attributes)
+        self.params += global_options(hidden=True)
+
+    def get_short_help_str(self, limit: int = 88) -> str:
+        return super().get_short_help_str(limit)
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(self.commands)
+
+    def main(self, args: Any = None, prog_name: str | None = None, **extra: Any) -> Any:  # type: ignore[override]
+        args = sys.argv[1:] if args is None else list(args)
+        extra.pop("standalone_mode", None)
+        with Reporting(as_json="--json" in args, verbose=bool({"-v", "--verbose"} & set(args))):
+            code = super().main(args, prog_name or "shoal", standalone_mode=False, **extra)
+            sys.exit(code if isinstance(code, int) else 0)
+
+
+Group.group_class = Group
+
+with_session = click.make_pass_decorator(Session, ensure=True)

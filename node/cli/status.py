@@ -1,0 +1,179 @@
+"""What the node does: status, peers, groups, steps."""
+
+import json
+import sys
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import click
+
+from node.cli.session import Command, Session, with_session
+
+WATCH_SECONDS = 2.0
+
+
+@click.command(cls=Command)
+@click.option("--watch", is_flag=True, help="go on, every two seconds (with --json: one value a line)")
+@with_session
+def status(session: Session, watch: bool) -> None:
+    """Say what the node does, why, and what to do about it."""
+    from node.cli.output import emit, facts, status_line
+
+    client = session.client()
+    now = client.get("status")
+    if not watch:
+        if session.as_json:
+            emit(now)
+        else:
+            click.echo(status_line(now))
+            facts(overview(now))
+        return
+    terminal = sys.stdout.isatty() and not session.as_json
+    while True:
+        if session.as_json:
+            click.echo(json.dumps(now))
+        elif terminal:
+            click.clear()
+            click.echo(status_line(now))
+            facts(overview(now))
+        else:
+            reward = "-" if now["reward"] is None else f"{now['reward']:.3f}"
+            click.echo(f"{status_line(now)}  step {now['step']}  reward {reward}  peers {now['peers']}")
+        time.sleep(WATCH_SECONDS)
+        now = client.get("status")
+
+
+def overview(now: Mapping[str, Any]) -> dict[str, Any]:
+    """The rest of a status for people."""
+    groups = now["groups"]
+    stage = f"{now['stage']} for {now['stage_seconds']:.0f} s" if now.get("stage") else None
+    rejected = ", ".join(f"{count} {reason}" for reason, count in sorted(groups.get("rejected", {}).items()))
+    return {
+        "node": f"{now['name']} ({now['peer_id']})",
+        "swarm": now["swarm"],
+        "model": now["model"],
+        "step": now["step"],
+        "stage": stage,
+        "reward": f"{number(now['reward'])} (first step {number(now['reward_start'])})",
+        "held-out": f"{number(now['held_out'])} (at the start {number(now['held_out_start'])})",
+        "tokens/s": now["tokens_per_second"],
+        "last step": f"{now['own_groups']} own + {now['foreign_groups']} foreign groups",
+        "peers": now["peers"],
+        "groups": f"{groups.get('published', 0)} published, {groups.get('fetched', 0)} fetched, "
+        f"{groups.get('admitted', 0)} admitted, {groups.get('trained_foreign', 0)} trained on",
+        "rejected": rejected or "none",
+        "memory": f"{now['rss_mb']:.0f} MB (peak {now['peak_rss_mb']:.0f} MB)",
+    }
+
+
+def number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"
+
+
+@click.command(cls=Command)
+@with_session
+def peers(session: Session) -> None:
+    """List the peers met, with what was thought of their groups."""
+    from node.cli.output import clock, emit, table
+
+    found = session.client().get("peers")
+    if session.as_json:
+        emit(found)
+        return
+    rows = [
+        (
+            peer["peer_id"], peer["connected"], peer["model"], peer["reputation"], peer["published"], peer["admitted"],
+            sum(peer["rejected"].values()) if isinstance(peer["rejected"], dict) else peer["rejected"],
+            clock(peer["last_seen"]),
+        )
+        for peer in found
+    ]  # fmt: skip
+    columns = ["peer", "connected", "model", "reputation", "published", "admitted", "rejected", "last seen"]
+    table(
+        session, columns, rows, "No peer met yet; share an invite (shoal swarm invite) or join one (shoal join INVITE)"
+    )
+
+
+@click.command(cls=Command)
+@click.argument("group_id", metavar="[ID]", required=False)
+@click.option(
+    "-n", "--limit", type=click.IntRange(1, 500), default=20, show_default=True, help="how many, newest first"
+)
+@with_session
+def groups(session: Session, group_id: str | None, limit: int) -> None:
+    """List rollout groups with their verdicts, or show one whole."""
+    from node.cli.output import clock, emit, short, table
+
+    if group_id is not None:
+        group = session.client().get("groups", group_id)
+        if session.as_json:
+            emit(group)
+        else:
+            show_group(group)
+        return
+    found = session.client().get("groups", limit=limit)
+    if session.as_json:
+        emit(found)
+        return
+    rows = [
+        (
+            short(group["id"]), group["origin"], short(group["producer"]), group["environment"], group["epoch"],
+            mean(group["rewards"]), group["verdict"], group["detail"], clock(group["at"]),
+        )
+        for group in found
+    ]  # fmt: skip
+    columns = ["id", "origin", "producer", "environment", "epoch", "reward", "verdict", "detail", "at"]
+    table(session, columns, rows, "No groups yet; see shoal status")
+
+
+def mean(values: list[float]) -> float | None:
+    return sum(values) / len(values) if values else None
+
+
+def show_group(group: Mapping[str, Any]) -> None:
+    """One group for people. Peers' text is shown line by line, with nothing in it that a terminal obeys."""
+    from node.cli.output import clock, facts
+    from node.logs import printable
+
+    facts({key: group[key] for key in ("id", "origin", "producer", "environment", "epoch", "verdict", "detail")})
+    facts({"at": clock(group["at"])})
+    parts = [(message["role"], message["content"]) for message in group["prompt"]]
+    parts += [
+        (
+            f"completion {i}  reward {number(answer['reward'])}  {answer['tokens']} tokens, {answer['finish']}",
+            answer["text"],
+        )
+        for i, answer in enumerate(group["completions"])
+    ]
+    for title, text in parts:
+        click.echo(f"\n{printable(title)}")
+        for line in text.split("\n"):
+            click.echo(f"    {printable(line)}")
+
+
+@click.command(cls=Command)
+@click.option("-n", "--limit", type=click.IntRange(1, 10_000), default=20, show_default=True, help="the last so many")
+@with_session
+def steps(session: Session, limit: int) -> None:
+    """List the last training steps."""
+    from node.cli.output import emit, table
+
+    client = session.client()
+    found = client.get("steps", after=max(0, client.get("status")["step"] - limit), limit=limit)
+    if session.as_json:
+        emit(found)
+        return
+    columns = [
+        "step",
+        "reward",
+        "held_out",
+        "loss",
+        "grad_norm",
+        "own_groups",
+        "foreign_groups",
+        "tokens_per_second",
+        "seconds",
+    ]
+    rows = [[step.get(name) for name in columns] for step in found]
+    table(session, [name.replace("_", " ") for name in columns], rows, "No step done yet; see shoal status")

@@ -1,0 +1,161 @@
+"""Swarms: create, show, invite, join, leave."""
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from node.cli.session import Command, Group, Session, with_session
+
+if TYPE_CHECKING:
+    from node.home import Home
+    from node.settings import Settings
+
+
+class NoAddress(Exception):
+    """This node cannot say where it can be reached."""
+
+
+@click.group(cls=Group)
+def swarm() -> None:
+    """The swarm this node belongs to, or a new one."""
+
+
+@swarm.command()
+@click.argument("name")
+@click.option(
+    "--manifest",
+    "file",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="TOML with environments, caps and epochs; without it: the embedded curriculum",
+)
+@click.option("--private", is_flag=True, help="only nodes with the invite's key can connect")
+@with_session
+def create(session: Session, name: str, file: Path | None, private: bool) -> None:
+    """Begin a swarm: write its manifest into this home."""
+    import secrets
+
+    from node.cli.output import emit
+    from node.manifest_file import read_manifest
+    from protocol.manifest import embedded_manifest
+
+    home = session.node()
+    now = time.time()
+    manifest = embedded_manifest(name, now) if file is None else read_manifest(file, name, now)
+    with home.lock():
+        home.found(manifest, secrets.token_bytes(32) if private else None)
+    if session.as_json:
+        emit({"name": name, "digest": manifest.digest.hex(), "private": private})
+    else:
+        click.echo(f"Swarm {name} ({manifest.digest.hex()[:12]}) made\nNext: shoal up, then shoal swarm invite")
+
+
+@swarm.command()
+@with_session
+def show(session: Session) -> None:
+    """Print the swarm's manifest: environments, caps, epochs."""
+    from node.cli.output import emit, facts, table
+
+    home = session.node()
+    membership, manifest = home.swarm(), home.manifest()
+    if session.as_json:
+        known = manifest.describe() if manifest else {"name": membership.name}
+        emit({**known, "digest": membership.manifest_digest.hex(), "private": membership.psk is not None})
+        return
+    facts(
+        {
+            "swarm": membership.name,
+            "digest": membership.manifest_digest.hex(),
+            "private": membership.psk is not None,
+            "bootstrap": membership.bootstrap,
+        }
+    )
+    if manifest is None:
+        click.echo("The manifest is not here yet; shoal up fetches it from a peer")
+        return
+    epoch = manifest.epoch_at(time.time())
+    facts({"epoch": f"{epoch}, of {manifest.epoch_seconds} s each", "shards": manifest.shards})
+    rows = [
+        (spec.name, spec.version, spec.weight, ", ".join(f"{key}={value}" for key, value in spec.settings.items()))
+        for spec in manifest.environments
+    ]
+    table(session, ["environment", "version", "weight", "settings"], rows, "")
+
+
+@swarm.command()
+@with_session
+def invite(session: Session) -> None:
+    """Print a link with which others join this swarm through this node."""
+    from node.cli.output import emit
+    from protocol.invite import Invite
+
+    home = session.node()
+    membership = home.swarm()
+    addresses = own_addresses(home, session)
+    link = Invite(membership.manifest_digest, addresses, membership.psk, membership.name).to_uri()
+    if session.as_json:
+        emit({"invite": link, "swarm": membership.name, "bootstrap": addresses, "private": membership.psk is not None})
+    else:
+        click.echo(link)
+
+
+def own_addresses(home: "Home", session: Session) -> tuple[str, ...]:
+    """Where others reach this node: announced addresses, those of the daemon, or the listen address with its port.
+
+    Raises NoAddress where the port is only known once the daemon has run.
+    """
+    from node.home import reachable
+    from protocol.invite import MAX_BOOTSTRAP
+
+    settings: Settings = session.settings(home)
+    network = settings.config.network
+    info = home.daemon()
+    if not network.announce and info is not None and info.addresses:
+        return reachable(info.addresses)[:MAX_BOOTSTRAP]
+    peer_id = session.unlocked().identity().peer_id
+    bare = network.announce
+    if not bare:
+        prefix, _, port = network.listen.rpartition("/")
+        known = int(port) or home.listen_port()
+        if not known:
+            raise NoAddress(
+                "this node's port is chosen at its first start ; run `shoal up` once, or "
+                "`shoal config set network.listen /ip4/0.0.0.0/tcp/7946`"
+            )
+        bare = (f"{prefix}/{known}",)
+    full = [address if "/p2p/" in address else f"{address}/p2p/{peer_id}" for address in bare]
+    return reachable(full)[:MAX_BOOTSTRAP]
+
+
+@click.command(cls=Command)
+@click.argument("link", metavar="INVITE")
+@with_session
+def join(session: Session, link: str) -> None:
+    """Belong to the swarm of an invite (shoal:...) from the next start on."""
+    from node.cli.output import emit
+    from protocol.invite import Invite
+
+    invitation = Invite.parse(link)
+    home = session.node()
+    with home.lock():
+        home.join(invitation)
+    if session.as_json:
+        emit({"swarm": invitation.name, "digest": invitation.manifest_digest.hex()})
+    else:
+        click.echo(f"Joined swarm {invitation.name}\nNext: shoal up")
+
+
+@click.command(cls=Command)
+@with_session
+def leave(session: Session) -> None:
+    """Belong to no swarm; identity, model and history stay."""
+    from node.cli.output import emit
+
+    home = session.node()
+    with home.lock():
+        name = home.leave()
+    if session.as_json:
+        emit({"left": name})
+    else:
+        click.echo(f"Left swarm {name}")

@@ -1,0 +1,99 @@
+"""`shoal init` and `shoal up`."""
+
+import threading
+import time
+from typing import TYPE_CHECKING
+
+import click
+
+from node.cli.session import Command, Session, with_session
+
+if TYPE_CHECKING:
+    from node.home import Home
+
+BROWSER_WAIT_SECONDS = 60.0
+
+
+@click.command(cls=Command)
+@click.option("--passphrase", is_flag=True, help="encrypt the identity; asks, or takes SHOAL_PASSPHRASE")
+@with_session
+def init(session: Session, passphrase: bool) -> None:
+    """Make a node: identity, settings, API token. Keeps what is there."""
+    from node.cli.output import emit
+
+    home = session.home()
+    if passphrase and home.passphrase is None:
+        home.passphrase = click.prompt("Passphrase", hide_input=True, confirmation_prompt=True, err=True)
+    created = home.init()
+    peer_id = session.unlocked().identity().peer_id if not created else home.identity().peer_id
+    if session.as_json:
+        emit({"created": created, "home": str(home.path), "peer_id": peer_id})
+    elif created:
+        click.echo(f"Node {peer_id} made in {home.path}\nNext: shoal up, or shoal up --join INVITE")
+    else:
+        click.echo(f"Node {peer_id} is in {home.path} already; nothing changed")
+
+
+@click.command(cls=Command)
+@click.option("--join", "invite", metavar="INVITE", help="join this swarm first (shoal:...)")
+@click.option("--open", "open_browser", is_flag=True, help="open the status page in a browser")
+@click.option("--steps", type=click.IntRange(min=1), help="stop when the model has done this many steps")
+@click.option("--stay", is_flag=True, help="with --steps: keep serving peers afterwards")
+@with_session
+def up(session: Session, invite: str | None, open_browser: bool, steps: int | None, stay: bool) -> int:
+    """Run the node here until Ctrl-C. A home that is empty is initialised first."""
+    from node.home import NotInitialised
+    from node.settings import load
+
+    if invite is not None:
+        session.overrides["swarm.join"] = invite
+    home = session.home()
+    settings = load(home, session.overrides)
+    try:
+        home.require()
+    except NotInitialised:
+        # no questions on the first start; `init` itself refuses where an identity has gone missing
+        home.init()
+        click.echo(f"New node {home.identity().peer_id} in {home.path}", err=True)
+    home = session.unlocked()
+    enter_swarm(home, settings.config.swarm.join)
+    if open_browser:
+        threading.Thread(target=open_when_up, args=(home,), daemon=True).start()
+    session.start_logging(home.log_path)
+
+    from node.daemon import run
+
+    return run(home, settings, steps=steps, stay=stay)
+
+
+def enter_swarm(home: "Home", link: str) -> None:
+    """Join the swarm of the invite, if one is given; else see that the home is in one, if need be of its own."""
+    from node.home import NoSwarm
+    from protocol.invite import Invite
+    from protocol.manifest import embedded_manifest
+
+    if link:
+        invite = Invite.parse(link)
+        with home.lock():
+            home.join(invite)
+        return
+    try:
+        home.swarm()
+    except NoSwarm:
+        with home.lock():
+            home.found(embedded_manifest(f"{home.path.name.strip('.')[:32] or 'home'}-swarm", time.time()))
+
+
+def open_when_up(home: "Home") -> None:
+    """Wait for the daemon of this process to serve its page, then open it."""
+    from node.cli.control import sign_in
+    from node.client import DaemonUnreachable, connect
+
+    deadline = time.monotonic() + BROWSER_WAIT_SECONDS
+    while time.monotonic() < deadline:
+        try:
+            sign_in(connect(home), browser=True)
+        except DaemonUnreachable:
+            time.sleep(0.5)
+        else:
+            return

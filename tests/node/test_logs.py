@@ -1,0 +1,103 @@
+import io
+import json
+import logging
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+
+import pytest
+
+from node.logs import as_text, follow, parse, printable, set_up, tail
+
+
+@pytest.fixture(autouse=True)
+def logging_as_it_was() -> Iterator[None]:
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    yield
+    for handler in root.handlers[:]:
+        if handler not in handlers:
+            handler.close()
+    root.handlers[:], root.level = handlers, level
+    for room in ("protocol", "swarm", "node", "web"):
+        logging.getLogger(room).setLevel(logging.NOTSET)
+
+
+def fail() -> None:
+    try:
+        raise ValueError("inner")
+    except ValueError:
+        logging.getLogger("node.loop").exception("it failed")
+
+
+def test_text_for_people_and_json_in_the_file(tmp_path: Path) -> None:
+    stream, file = io.StringIO(), tmp_path / "logs" / "node.log"
+    set_up("text", verbose=False, file=file, stream=stream)
+    logging.getLogger("node.loop").info("step %d done", 3)
+    logging.getLogger("node.loop").debug("not shown")
+    logging.getLogger("libp2p").info("not shown")
+    logging.getLogger("libp2p").warning("shown")
+    fail()
+    lines = stream.getvalue().splitlines()
+    assert [line[9:] for line in lines] == [
+        "info    node.loop  step 3 done",
+        "warning libp2p  shown",
+        "error   node.loop  it failed",
+    ]
+    entries = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [entry["message"] for entry in entries] == ["step 3 done", "shown", "it failed"]
+    assert "ValueError: inner" in entries[2]["traceback"]
+
+
+def test_verbose_and_json() -> None:
+    stream = io.StringIO()
+    set_up("json", verbose=True, file=None, stream=stream)
+    logging.getLogger("swarm.exchange").debug("seen")
+    assert {key: json.loads(stream.getvalue())[key] for key in ("level", "logger", "message")} == {
+        "level": "debug", "logger": "swarm.exchange", "message": "seen",
+    }  # fmt: skip
+    stream = io.StringIO()
+    set_up("text", verbose=True, file=None, stream=stream)
+    fail()
+    assert "ValueError: inner" in stream.getvalue()
+
+
+def test_peers_text_cannot_drive_the_terminal() -> None:
+    assert printable("a\x1b[2Jb\u202ec\nd\x00 ü") == "a\\x1b[2Jb\\u202ec\\nd\\x00 ü"
+    stream = io.StringIO()
+    set_up("text", verbose=False, file=None, stream=stream)
+    logging.getLogger("node").info("peer says %s", "x\n12:00:00 error forged")
+    assert len(stream.getvalue().splitlines()) == 1
+
+
+def test_tail(tmp_path: Path) -> None:
+    file = tmp_path / "node.log"
+    assert tail(file, 5) == []
+    file.write_text("1\n2\n3\n")
+    assert tail(file, 2) == ["2", "3"]
+    assert tail(file, 0) == []
+
+
+def test_follow_goes_on_over_a_rotation_and_half_lines(tmp_path: Path) -> None:
+    file = tmp_path / "node.log"
+
+    def append(text: str) -> None:
+        with file.open("a") as log:
+            log.write(text)
+
+    def rotate() -> None:
+        append("5\n")
+        file.rename(tmp_path / "node.log.1")
+        append("6\n")
+
+    happenings = iter(
+        [lambda: append("1\n2\n3\n"), lambda: append("4 ha"), lambda: append("lf\n"), rotate, lambda: append("7\n")]
+    )
+    lines = list(islice(follow(file, 2, wait=lambda seconds: next(happenings)()), 6))
+    assert lines == ["2", "3", "4 half", "5", "6", "7"]
+
+
+def test_a_line_that_is_no_entry_is_still_shown() -> None:
+    assert parse('{"at": "2026-01-01T00:00:00+00:00", "le')["message"] == '{"at": "2026-01-01T00:00:00+00:00", "le'
+    assert parse("[1]")["level"] == "unknown"
+    assert as_text(parse("cut")).endswith("unknown -  cut")
