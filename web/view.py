@@ -42,8 +42,9 @@ class NodeView(Protocol):
     def swarm(self) -> Mapping[str, Json]:
         """Manifest in JSON with `digest`, `epoch` (number, ends_in), and `invite` of this node."""
 
-    def events(self, after: int, limit: int) -> Sequence[Mapping[str, Json]]:
-        """Events with id > `after`, oldest first: `id`, `at`, `level`, `kind`, `message`."""
+    def events(self, after: int | None, limit: int) -> Sequence[Mapping[str, Json]]:
+        """Events with id > `after`, or the newest `limit` for None; oldest first: `id`, `at`, `level`, `kind`,
+        `message`."""
 
     def follow(self, after: int) -> AsyncIterator[Mapping[str, Json]]:
         """Events as they happen, starting after id `after`."""
