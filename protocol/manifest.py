@@ -6,6 +6,7 @@ manifest has one digest.
 
 import hashlib
 import math
+import re
 from functools import cached_property
 from typing import Annotated, Any
 
@@ -94,7 +95,7 @@ class Manifest(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
         try:
             manifest = _decoder.decode(raw)
         except (msgspec.DecodeError, RecursionError) as error:
-            raise ManifestError(f"manifest: {error}") from error
+            raise ManifestError(f"manifest: {_with_field_names(str(error))}") from error
         if manifest.to_bytes() != raw:
             raise ManifestError("manifest is not in canonical msgpack (see docs/protocol.md)")
         manifest._check()
@@ -158,6 +159,24 @@ _encoder = msgspec.msgpack.Encoder(order="deterministic")
 _decoder = msgspec.msgpack.Decoder(Manifest)
 
 
+def _with_field_names(message: str) -> str:
+    """msgspec says `$[8][0]` where a person wants `caps.max_group_bytes`."""
+
+    def names(path: re.Match[str]) -> str:
+        parts: list[str] = []
+        struct: type[msgspec.Struct] | None = Manifest
+        for index in re.findall(r"\[([^]]*)\]", path[1]):
+            if struct is not None and index.isdigit():
+                parts.append("." + struct.__struct_fields__[int(index)])
+                struct = Caps if parts[-1] == ".caps" else None
+            else:
+                struct = EnvironmentSpec if parts == [".environments"] else None
+                parts.append(f"[{index}]")
+        return "`" + "".join(parts).removeprefix(".") + "`"
+
+    return re.sub(r"`\$((?:\[[^]]*\])+)`", names, message)
+
+
 def _named(value: object) -> Any:
     if isinstance(value, msgspec.Struct):
         return {name: _named(getattr(value, name)) for name in value.__struct_fields__}
@@ -189,7 +208,10 @@ def make_manifest(
         environments,
         caps or Caps(),
     )
-    return Manifest.from_bytes(manifest.to_bytes())
+    try:
+        return Manifest.from_bytes(manifest.to_bytes())
+    except (OverflowError, TypeError, UnicodeEncodeError) as error:  # what msgpack cannot say at all
+        raise ManifestError(f"manifest: {error}") from error
 
 
 REASONING_GYM_VERSION = "rg0.1.25-1"

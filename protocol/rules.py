@@ -25,7 +25,6 @@ __all__ = [
     "Rejected",
     "check_announcement",
     "check_budget",
-    "check_contents",
     "check_group",
     "check_informative",
     "check_rewards",
@@ -111,7 +110,7 @@ def check_group(
         group = _group_decoder.decode(opened.payload)
     except (msgspec.DecodeError, RecursionError) as error:
         raise Rejected(Reason.malformed, f"group: {error}") from error
-    check_contents(group, manifest)
+    _check_contents(group, manifest)
     if group.producer != opened.producer or opened.producer != producer:
         raise Rejected(
             Reason.wrong_producer,
@@ -184,8 +183,8 @@ def _check_text(where: str, text: str) -> None:
         raise Rejected(Reason.malformed, f"{where}: forbidden control character U+{ord(found[0]):04X}")
 
 
-def check_contents(group: RolloutGroup, manifest: Manifest) -> None:
-    """Rules 1 and 2 for what a group holds. Also for a publisher: what fails here would cost it reputation."""
+def _check_contents(group: RolloutGroup, manifest: Manifest) -> None:
+    """Rules 1 and 2 for what a group holds."""
     _check_completion_count(len(group.completions), manifest)
     _check_text("model", group.model)
     for number, completion in enumerate(group.completions):
