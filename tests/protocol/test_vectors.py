@@ -1,0 +1,180 @@
+"""The code is held to vectors.json, and so is a second implementation, written here from docs/protocol.md alone.
+
+The second one shares nothing with the first: its own base58 and hashing, PyNaCl for Ed25519, u-msgpack for msgpack.
+"""
+
+import base64
+import hashlib
+import json
+import zlib
+from pathlib import Path
+from typing import Any
+
+import base58
+import msgspec
+import nacl.signing
+import pytest
+import umsgpack
+
+from protocol.assignment import held_out_task, is_assigned, own_task, shared_task
+from protocol.envelope import Domain, digest_of, seal, unseal
+from protocol.identity import Identity, verify
+from protocol.invite import Invite
+from protocol.manifest import Manifest
+from protocol.messages import (
+    Announcement,
+    GroupRequest,
+    LiveRequest,
+    LiveResponse,
+    ManifestRequest,
+    announce_topic,
+)
+from protocol.rollout import RolloutGroup
+
+VECTORS: dict[str, Any] = json.loads((Path(__file__).parent / "vectors.json").read_text(encoding="utf-8"))
+WHO = VECTORS["identity"]
+ME = Identity.from_seed(bytes.fromhex(WHO["seed_hex"]))
+MANIFESTS = [Manifest.from_bytes(bytes.fromhex(vector["bytes_hex"])) for vector in VECTORS["manifests"]]
+
+
+def hash64(*parts: bytes) -> int:
+    return int.from_bytes(hashlib.sha256(b"".join(parts)).digest()[:8], "big")
+
+
+def values(fields: Any) -> Any:
+    """Named fields to the arrays of the wire; maps (an environment's settings) sorted by key."""
+    if isinstance(fields, list):
+        return [values(item) for item in fields]
+    if not isinstance(fields, dict):
+        return fields
+    return [dict(sorted(value.items())) if name == "settings" else values(value) for name, value in fields.items()]
+
+
+def test_identity() -> None:
+    assert ME.peer_id == WHO["peer_id"]
+    assert ME.public_bytes.hex() == WHO["public_key_hex"]
+    assert ME.sign(WHO["signed_text"].encode()).hex() == WHO["signature_hex"]
+    assert verify(WHO["peer_id"], WHO["signed_text"].encode(), bytes.fromhex(WHO["signature_hex"]))
+
+
+def test_identity_by_the_document() -> None:
+    key = nacl.signing.SigningKey(bytes.fromhex(WHO["seed_hex"]))
+    public = bytes(key.verify_key)
+    assert base58.b58encode(bytes.fromhex("002408011220") + public).decode() == WHO["peer_id"]
+    assert key.sign(WHO["signed_text"].encode()).signature.hex() == WHO["signature_hex"]
+
+
+@pytest.mark.parametrize("vector", VECTORS["manifests"], ids=lambda vector: vector["fields"]["name"])
+def test_manifests(vector: dict[str, Any]) -> None:
+    raw = bytes.fromhex(vector["bytes_hex"])
+    manifest = Manifest.from_bytes(raw)
+    assert manifest.to_bytes() == raw
+    assert manifest.digest.hex() == vector["digest_hex"]
+    assert manifest.describe() == {"digest": vector["digest_hex"], **vector["fields"]}
+    assert manifest.shard_of(ME.peer_id) == vector["shard_of_identity"]
+    assert announce_topic(manifest.digest, vector["shard_of_identity"]) == vector["topic"]
+
+
+@pytest.mark.parametrize("vector", VECTORS["manifests"], ids=lambda vector: vector["fields"]["name"])
+def test_manifests_by_the_document(vector: dict[str, Any]) -> None:
+    raw = umsgpack.packb(values(vector["fields"]))
+    assert raw.hex() == vector["bytes_hex"]
+    assert hashlib.sha256(raw).hexdigest() == vector["digest_hex"]
+    shard = hash64(b"shoal/1/shard\n", WHO["peer_id"].encode()) % vector["fields"]["shards"]
+    assert shard == vector["shard_of_identity"]
+    assert vector["topic"] == f"/shoal/{vector['digest_hex'][:32]}/announce/{shard}"
+
+
+@pytest.mark.parametrize("vector", VECTORS["assignments"], ids=str)
+def test_assignments(vector: dict[str, Any]) -> None:
+    manifest, slot = MANIFESTS[vector["manifest"]], vector["slot"]
+    if vector["kind"] == "held-out":
+        task = held_out_task(manifest, vector["environment"], slot)
+    elif vector["kind"] == "own":
+        task = own_task(manifest, vector["epoch"], ME.peer_id, slot)
+    else:
+        task = shared_task(manifest, vector["epoch"], slot)
+    assert (task.environment, task.version, task.seed, task.index) == tuple(
+        vector[name] for name in ("environment", "version", "seed", "index")
+    )
+    assert is_assigned(manifest, vector.get("epoch", 0), ME.peer_id, task) == (vector["kind"] != "held-out")
+
+
+@pytest.mark.parametrize("vector", VECTORS["assignments"], ids=str)
+def test_assignments_by_the_document(vector: dict[str, Any]) -> None:
+    manifest = VECTORS["manifests"][vector["manifest"]]
+    digest = bytes.fromhex(manifest["digest_hex"])
+    if vector["kind"] == "held-out":
+        assert vector["seed"] == hash64(b"shoal/1/held-out\n", digest, vector["environment"].encode()) >> 1
+        return
+    owner = WHO["peer_id"].encode() if vector["kind"] == "own" else b""
+    name = b"shoal/1/" + vector["kind"].encode() + b"\n"
+    assert vector["seed"] == hash64(name, digest, vector["epoch"].to_bytes(8, "big"), owner) >> 1
+    environments = manifest["fields"]["environments"]
+    position = vector["seed"].to_bytes(8, "big") + vector["index"].to_bytes(8, "big")
+    draw = hash64(b"shoal/1/environment\n", position) % sum(spec["weight"] for spec in environments)
+    drawn = [spec["name"] for spec in environments for _ in range(spec["weight"])][draw]
+    assert vector["environment"] == drawn
+
+
+@pytest.mark.parametrize("vector", VECTORS["envelopes"], ids=lambda vector: vector["domain"])
+def test_envelopes(vector: dict[str, Any]) -> None:
+    raw, payload = bytes.fromhex(vector["sealed_hex"]), bytes.fromhex(vector["payload_hex"])
+    now = vector["issued_ms"] / 1000
+    opened = unseal(raw, Domain(vector["domain"]), max_bytes=4096, now=now)
+    assert (opened.producer, opened.payload) == (ME.peer_id, payload)
+    assert (opened.issued, opened.expires) == (now, vector["expires_ms"] / 1000)
+    assert digest_of(raw).hex() == vector["digest_hex"]
+    type_ = RolloutGroup if vector["domain"] == "group" else Announcement
+    assert msgspec.msgpack.encode(msgspec.msgpack.decode(payload, type=type_)) == payload
+    # zlib libraries may compress differently; what they compress to is signed, whatever it is
+    if zlib.compress(payload, 6) == umsgpack.unpackb(raw)[5]:
+        sealed = seal(ME, Domain(vector["domain"]), payload, issued=now, expires=vector["expires_ms"] / 1000)
+        assert sealed == raw
+
+
+@pytest.mark.parametrize("vector", VECTORS["envelopes"], ids=lambda vector: vector["domain"])
+def test_envelopes_by_the_document(vector: dict[str, Any]) -> None:
+    raw = bytes.fromhex(vector["sealed_hex"])
+    version, domain, producer, issued, expires, packed, signature = umsgpack.unpackb(raw)
+    assert (version, domain, producer) == (1, vector["domain"], WHO["peer_id"])
+    assert (issued, expires) == (vector["issued_ms"], vector["expires_ms"])
+    assert zlib.decompress(packed).hex() == vector["payload_hex"]
+    signed = (
+        f"shoal/1/{domain}\n{producer}\n".encode() + issued.to_bytes(8, "big") + expires.to_bytes(8, "big") + packed
+    )
+    nacl.signing.VerifyKey(base58.b58decode(producer)[6:]).verify(signed, signature)
+    assert umsgpack.packb([version, domain, producer, issued, expires, packed, signature]) == raw
+
+
+def test_the_announcement_names_the_group() -> None:
+    group, announcement = VECTORS["envelopes"]
+    fields = umsgpack.unpackb(bytes.fromhex(announcement["payload_hex"]))
+    assert fields[0].hex() == VECTORS["manifests"][0]["digest_hex"]
+    assert fields[1].hex() == group["digest_hex"]
+    assert fields[2] == len(group["sealed_hex"]) // 2
+
+
+def test_requests() -> None:
+    digest = bytes.fromhex(VECTORS["envelopes"][0]["digest_hex"])
+    swarm = bytes.fromhex(VECTORS["manifests"][0]["digest_hex"])
+    expected = {
+        "group": ([digest, 1000], GroupRequest(digest, 1000)),
+        "live": ([swarm, [digest]], LiveRequest(swarm, (digest,))),
+        "live_answer": ([[b"sealed"]], LiveResponse((b"sealed",))),
+        "manifest": ([swarm], ManifestRequest(swarm)),
+    }
+    for name, (fields, message) in expected.items():
+        assert umsgpack.packb(fields).hex() == msgspec.msgpack.encode(message).hex() == VECTORS["requests"][name]
+
+
+@pytest.mark.parametrize("vector", VECTORS["invites"], ids=lambda vector: vector["name"])
+def test_invites(vector: dict[str, Any]) -> None:
+    psk = bytes.fromhex(vector["psk_hex"]) if vector["psk_hex"] else None
+    digest = bytes.fromhex(vector["manifest_digest_hex"])
+    invite = Invite(digest, tuple(vector["bootstrap"]), psk, vector["name"])
+    assert Invite.parse(vector["uri"]) == invite
+    assert invite.to_uri() == vector["uri"]
+    frame = b"\x01" + umsgpack.packb([digest, vector["bootstrap"], psk, vector["name"]])
+    text = base64.urlsafe_b64encode(frame + hashlib.sha256(frame).digest()[:4]).decode()
+    assert vector["uri"] == "shoal:" + text.rstrip("=")
