@@ -55,7 +55,9 @@ def isolate(memory_mb: int, readable: Iterable[Path]) -> tuple[str, ...]:
         (resource.RLIMIT_NOFILE, 64),
         (resource.RLIMIT_NPROC, 0),
     ):
-        resource.setrlimit(limit, (value, value))
+        _, hard = resource.getrlimit(limit)
+        allowed = value if hard == resource.RLIM_INFINITY else min(value, hard)
+        resource.setrlimit(limit, (allowed, allowed))
     if sys.platform != "linux":
         return tuple(held)
     libc = ctypes.CDLL(None, use_errno=True)

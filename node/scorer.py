@@ -151,7 +151,8 @@ class Scorer:
 
     async def _chunk(self, jobs: Sequence[Job]) -> list[Done]:
         """Results of a prefix of `jobs`: all of them, or up to and including the first that ended the process."""
-        if self._process is None:
+        if self._process is None or self._process.returncode is not None:
+            await self._kill()
             await self._launch()
             self.restarts += 1
         results: list[Done] = []
@@ -210,6 +211,8 @@ class Scorer:
             case Refused(why=why):
                 await self._kill()
                 raise ScorerError(why)
+            case Died(why=why):
+                raise _Gone(f"{why} before it was ready")
             case reply:
                 raise _Gone(f"unexpected {type(reply).__name__}")
 

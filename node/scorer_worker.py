@@ -47,8 +47,12 @@ def main() -> None:
     while True:
         child = os.fork()
         if child == 0:
-            _serve(incoming, outgoing, setup, environments)
-            os._exit(0)
+            code = 1
+            try:
+                _serve(incoming, outgoing, setup, environments)
+                code = 0
+            finally:
+                os._exit(code)  # whatever was raised, SystemExit included, must not run on in this function
         _, status = os.waitpid(child, 0)
         if os.WIFEXITED(status) and os.WEXITSTATUS(status) == 0:
             return  # the daemon closed the pipe

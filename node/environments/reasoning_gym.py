@@ -54,9 +54,9 @@ class ReasoningGym:
         own = dict(settings)
         examples = own.pop("examples", 3)
         max_tokens = own.pop("max_tokens", 64)
-        if not isinstance(examples, int) or not 0 <= examples <= 16:
+        if type(examples) is not int or not 0 <= examples <= 16:
             raise SettingsRefused(f"environment {name}: examples must be 0 to 16, got {examples!r}")
-        if not isinstance(max_tokens, int) or not 1 <= max_tokens <= 131_072:
+        if type(max_tokens) is not int or not 1 <= max_tokens <= 131_072:
             raise SettingsRefused(f"environment {name}: max_tokens must be 1 to 131072, got {max_tokens!r}")
         if "seed" in own or "size" in own:
             raise SettingsRefused(

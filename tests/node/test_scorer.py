@@ -1,0 +1,324 @@
+"""The scorer process against real foreign text: what it costs, what it may not touch, and what comes back."""
+
+import asyncio
+import os
+import re
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from node.environments.known import reasoning_gym_version
+from node.scorer import MAX_ANSWER_BYTES, Scorer, ScorerError
+from protocol.manifest import EnvironmentSpec, embedded_manifest
+from protocol.rollout import TaskRef
+
+DEADLINE = 0.5
+
+EVALUATING = """
+from node.interfaces import Message, Score, Task
+
+class Evaluating:
+    "What no environment may be: it evaluates the answer. Here it stands for the scorer bug that nobody knew of."
+    name, version = "evaluating", "1"
+
+    def __init__(self, settings): ...
+
+    def task(self, seed, index):
+        if index == 13:
+            raise ValueError("no task 13")
+        return Task((Message("user", f"{seed}/{index}"),), 8)
+
+    def score(self, seed, index, answer):
+        return Score(float(eval(answer, {"__builtins__": __builtins__}) == 42), True)
+
+    def self_check(self):
+        return []
+"""
+REF = TaskRef("evaluating", "1", 1, 1)
+
+
+def install(site: Path, module: str, source: str, entry_point: str) -> None:
+    """What `pip install` leaves behind for a one-file distribution."""
+    info = site / f"{module}-1.dist-info"
+    info.mkdir(parents=True)
+    (site / f"{module}.py").write_text(source)
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {module}\nVersion: 1\n")
+    (info / "entry_points.txt").write_text(f"[shoal.environments]\n{entry_point}\n")
+
+
+@pytest.fixture
+async def evaluating(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Scorer]:
+    install(tmp_path / "site", "evaluating", EVALUATING, "evaluating@1 = evaluating:Evaluating")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "site"))
+    scorer = Scorer([EnvironmentSpec("evaluating", "1", 1, {})], deadline=DEADLINE, memory_mb=512, clock=time.monotonic)
+    await scorer.start()
+    yield scorer
+    await scorer.close()
+
+
+@pytest.fixture
+async def embedded() -> AsyncIterator[Scorer]:
+    scorer = Scorer(embedded_manifest("t", 0).environments, deadline=5, memory_mb=1024, clock=time.monotonic)
+    await scorer.start()
+    yield scorer
+    await scorer.close()
+
+
+def confined(scorer: Scorer) -> None:
+    if "seccomp" not in scorer.isolation:
+        pytest.skip("this kernel has no seccomp filters")
+
+
+def group_exists(group: int) -> bool:
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+async def test_isolation_is_reported(evaluating: Scorer) -> None:
+    assert evaluating.isolation[0] == "rlimits"
+    confined(evaluating)
+    assert "no_new_privs" in evaluating.isolation
+
+
+async def test_evaluated_text_touches_nothing(evaluating: Scorer, tmp_path: Path) -> None:
+    confined(evaluating)
+    kept = tmp_path / "kept"
+    kept.write_text("as it was")
+    made = tmp_path / "made"
+    attacks = {
+        "shell": f"__import__('os').system('touch {made}')",
+        "program": f"__import__('subprocess').run(['touch', '{made}'])",
+        "exec": f"__import__('os').execv('/bin/touch', ['touch', '{made}'])",
+        "write": f"open('{made}', 'w').write('x')",
+        "append": f"open('{kept}', 'a').write('x')",
+        "update": f"open('{kept}', 'r+').write('x')",
+        "truncate": f"__import__('os').truncate('{kept}', 0)",
+        "delete": f"__import__('os').unlink('{kept}')",
+        "rename": f"__import__('os').rename('{kept}', '{made}')",
+        "link": f"__import__('os').symlink('{kept}', '{made}')",
+        "directory": f"__import__('os').mkdir('{made}')",
+        "mode": f"__import__('os').chmod('{kept}', 0)",
+        "memory file": "__import__('os').memfd_create('x')",
+        "socket": "__import__('socket').socket()",
+        "unix socket": "__import__('socket').socket(1)",
+        "resolve": "__import__('socket').create_connection(('127.0.0.1', 9), 1)",
+        "fork": "__import__('os').fork()",
+        "thread": "__import__('_thread').start_new_thread(int, ())",
+        "kill us": f"__import__('os').kill({os.getpid()}, 9)",
+        "kill parent": "__import__('os').kill(__import__('os').getppid(), 9)",
+        "kill all": "__import__('os').killpg(0, 9)",
+        "limits": "__import__('resource').setrlimit(7, (99, 99))",
+    }
+    scores = await evaluating.score([(REF, text) for text in attacks.values()] + [(REF, "6*7")])
+    for name, score in zip(attacks, scores, strict=False):
+        assert score.reward == 0, name
+        # `system` returns a status instead of raising; what it must not do is run anything
+        assert name == "shell" or re.search(
+            "PermissionError|Operation not permitted|gaierror|start new thread|ValueError", score.failure or ""
+        ), (name, score.failure)
+    assert scores[-1].reward == 1
+    assert not made.exists()
+    assert kept.read_text() == "as it was"
+    assert evaluating.restarts == 0
+
+
+async def test_secrets_cannot_be_read(evaluating: Scorer, tmp_path: Path) -> None:
+    if not any(measure.startswith("landlock") for measure in evaluating.isolation):
+        pytest.skip("this kernel has no Landlock")
+    key = tmp_path / "identity.key"
+    key.write_text("secret")
+    scores = await evaluating.score(
+        [(REF, f"open('{path}').read()") for path in (key, f"/proc/{os.getpid()}/environ", "/etc/passwd")]
+    )
+    assert all("PermissionError" in (score.failure or "") for score in scores)
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("9**9**9**9", "missed its deadline of 0.5 s"),
+        ("[0]*10**10", "MemoryError"),
+        ("[[0]*10**6 for _ in iter(int, 1)]", "MemoryError|missed its deadline"),
+        ("'a' * 10**12", "MemoryError"),
+        ("[None for _ in iter(int, 1) if 0]", "missed its deadline of 0.5 s"),
+        ("[__import__('os').fork() for _ in range(10**9)]", "PermissionError"),
+        ("__import__('os')._exit(0)", "ended or talks nonsense"),
+        ("__import__('os')._exit(3)", "exited with code 3"),
+        ("__import__('ctypes').string_at(0)", "killed by SIGSEGV"),
+        ("(" * 5000 + ")" * 5000, "Error"),
+        ("exit()", "exited with code 1"),
+        ("[__import__('signal').setitimer(0, 0) for _ in iter(int, 1)]", "no answer within 1.5 s"),
+        ("[__import__('os').write(fd, b'\\0\\0\\0\\1x' * 99) for fd in range(4, 9)]", "nonsense"),
+    ],
+)
+async def test_a_bad_answer_costs_itself_alone(evaluating: Scorer, text: str, why: str) -> None:
+    confined(evaluating)
+    began = time.monotonic()
+    before, bad, after = await evaluating.score([(REF, "42"), (REF, text), (REF, "40+2")])
+    assert time.monotonic() - began < DEADLINE + 1.0 + 5.0  # deadline, grace, start of a process on a busy machine
+    assert (before.reward, bad.reward, after.reward) == (1, 0, 1)
+    assert bad.failure is not None
+    assert bad.failure.startswith("scorer_failed: ")
+    assert re.search(why, bad.failure)
+
+
+async def test_answers_that_cannot_be_sent_score_zero(evaluating: Scorer) -> None:
+    huge, many_bytes, surrogate, largest = await evaluating.score(
+        [
+            (REF, "42" + " " * 5_000_000),
+            (REF, "é" * (MAX_ANSWER_BYTES - 1)),
+            (REF, "'\ud800'"),
+            (REF, "42" + " " * (MAX_ANSWER_BYTES - 2)),
+        ]
+    )
+    for score in (huge, many_bytes, surrogate):
+        assert (score.reward, score.parsed, score.failure) == (0, False, None)
+    assert largest.reward == 1
+
+
+async def test_many_killers_in_one_batch_are_all_named(evaluating: Scorer) -> None:
+    confined(evaluating)
+    texts = ["42", "__import__('os')._exit(7)"] * 40
+    scores = await evaluating.score([(REF, text) for text in texts])
+    assert [score.reward for score in scores] == [1, 0] * 40
+    assert evaluating.restarts == 40
+    assert evaluating.failures == 40
+    assert evaluating.answers == 80
+
+
+async def test_hanging_foreign_answers_hold_own_scoring_up_by_one_deadline(evaluating: Scorer) -> None:
+    foreign = asyncio.create_task(evaluating.score([(REF, "9**9**9**9")] * 6, foreign=True))
+    await asyncio.sleep(0.1)
+    began = time.monotonic()
+    (score,) = await evaluating.score([(REF, "42")])
+    assert time.monotonic() - began < DEADLINE + 1.0
+    assert score.reward == 1
+    assert not foreign.done()
+    assert all("deadline" in (score.failure or "") for score in await foreign)
+
+
+async def test_a_cancelled_call_leaves_no_answers_behind(evaluating: Scorer) -> None:
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.2):
+            await evaluating.score([(REF, "9**9**9**9"), (REF, "42")])
+    assert [score.reward for score in await evaluating.score([(REF, "41"), (REF, "42")])] == [0, 1]
+
+
+async def test_errors_name_what_is_wrong(evaluating: Scorer) -> None:
+    with pytest.raises(ScorerError, match=r"evaluating/1/13 cannot be regenerated: ValueError: no task 13"):
+        await evaluating.task(TaskRef("evaluating", "1", 1, 13))
+    with pytest.raises(ScorerError, match="chain_sum 9 is not one of this swarm's"):
+        await evaluating.score([(TaskRef("chain_sum", "9", 0, 0), "1")])
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        (EnvironmentSpec("chain_sum", "rg0.0.1-1", 1, {}), r"'rg0.0.1-1' is not installed; this node has version rg"),
+        (EnvironmentSpec("alchemy", "1", 1, {}), "'alchemy' version '1' is not installed"),
+        (EnvironmentSpec("chain_sum", reasoning_gym_version() or "", 1, {"terms": 2}), "chain_sum refuses settings"),
+        (EnvironmentSpec("broken", "1", 1, {}), "did not start: .*ZeroDivisionError"),
+    ],
+)
+async def test_environments_that_cannot_be_had_stop_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spec: EnvironmentSpec, message: str
+) -> None:
+    install(tmp_path, "broken", "1 / 0", "broken@1 = broken:Broken")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    scorer = Scorer([spec], deadline=1, memory_mb=512, clock=time.monotonic)
+    with pytest.raises(ScorerError, match=f"(?s){message}"):
+        await scorer.start()
+
+
+async def test_the_process_ends_with_its_scorer(evaluating: Scorer) -> None:
+    process = evaluating._process
+    assert process is not None
+    await evaluating.close()
+    for _ in range(100):
+        if not group_exists(process.pid):
+            return
+        await asyncio.sleep(0.05)
+    pytest.fail("the scorer process or its child is still there 5 s after close")
+
+
+async def test_a_killed_process_is_started_again(evaluating: Scorer) -> None:
+    assert evaluating._process is not None
+    evaluating._process.kill()
+    await evaluating._process.wait()
+    assert [score.reward for score in await evaluating.score([(REF, "42"), (REF, "41")])] == [1, 0]
+    assert evaluating.restarts == 1
+
+
+async def test_two_processes_give_the_same_tasks(embedded: Scorer) -> None:
+    other = Scorer(embedded_manifest("t", 0).environments, deadline=5, memory_mb=1024, clock=time.monotonic)
+    await other.start()
+    refs = [
+        TaskRef(spec.name, spec.version, seed, index)
+        for spec in embedded_manifest("t", 0).environments
+        for seed in (0, 2**63 - 1, 123456789012345678)
+        for index in (0, 1, 4095, 2**63 - 1)
+    ]
+    tasks = await embedded.tasks(refs)
+    reversed_tasks = await other.tasks(refs[::-1])
+    await other.close()
+    assert tasks == reversed_tasks[::-1]
+    assert len({task.messages[-1] for task in tasks}) > 40  # few questions of one-digit sums repeat
+    assert all(task.max_tokens in (16, 24) and len(task.messages) == 8 for task in tasks)
+
+
+async def test_known_evaluating_scorers_do_not_evaluate(tmp_path: Path) -> None:
+    version = reasoning_gym_version() or ""
+    names = ["binary_matrix", "spiral_matrix", "string_insertion", "n_queens", "countdown", "puzzle24"]
+    names += ["polynomial_multiplication", "simple_integration", "intermediate_integration"]
+    scorer = Scorer(
+        [EnvironmentSpec(name, version, 1, {}) for name in names], deadline=5, memory_mb=1024, clock=time.monotonic
+    )
+    await scorer.start()
+    texts = [
+        f"__import__('os').system('touch {tmp_path}/X')",
+        "9**9**9**9",
+        "[0]*10**10",
+        "(1).__class__",
+        "x" * 60_000,
+    ]
+    began = time.monotonic()
+    scores = await scorer.score([(TaskRef(name, version, 3, 0), text) for name in names for text in texts])
+    await scorer.close()
+    assert all(score.reward == 0 and score.failure is None for score in scores)
+    assert time.monotonic() - began < 10
+    assert not (tmp_path / "X").exists()
+    assert scorer.restarts == 0
+
+
+async def test_scoring_adds_less_than_a_millisecond_an_answer(embedded: Scorer) -> None:
+    refs = [TaskRef(s.name, s.version, 1, i) for s in embedded_manifest("t", 0).environments for i in range(16)]
+    items = [(ref, str(n)) for ref in refs for n in range(8)]
+    await embedded.tasks(refs)
+    began = time.perf_counter()
+    scores = await embedded.score(items)
+    assert (time.perf_counter() - began) / len(items) < 0.001
+    assert len(scores) == 512
+    assert 0 < sum(score.reward for score in scores) < 100
+
+
+async def test_the_documented_environment_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "environments.md").read_text()
+    source = re.findall(r"```python\n(.*?)```", page, re.DOTALL)[0]
+    (entry_point,) = re.findall(r'"(parity@1)" = "(parity:Parity)"', page)
+    install(tmp_path, "parity", source, " = ".join(entry_point))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    scorer = Scorer([EnvironmentSpec("parity", "1", 1, {"bits": 4})], deadline=2, memory_mb=512, clock=time.monotonic)
+    await scorer.start()
+    ref = TaskRef("parity", "1", 5, 0)
+    task = await scorer.task(ref)
+    ones = task.messages[-1].content.count("1")
+    scores = await scorer.score([(ref, "Odd "), (ref, "even"), (ref, "two")])
+    await scorer.close()
+    assert task.max_tokens == 8
+    assert [score.reward for score in scores] == ([1, 0, 0] if ones % 2 else [0, 1, 0])
+    assert [score.parsed for score in scores] == [True, True, False]
