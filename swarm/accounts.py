@@ -1,0 +1,91 @@
+"""What the exchange did, and what its peers did wrong: counters, verdicts on peers, and events for people."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from protocol.rules import Reason, Rejected
+from swarm.database import StoreError
+from swarm.reputation import Reputation
+from swarm.transport import Transport
+
+QUIET_SECONDS = 60.0
+"""The same kind of event about the same peer is told once in this time."""
+MAX_QUIET = 1024
+
+
+@dataclass(slots=True)
+class Counters:
+    """Since start. What was lost to a full queue or a rate limit is in the `dropped_*` ones."""
+
+    published: int = 0
+    heard: int = 0
+    """Announcements of others that were new and valid."""
+    healed: int = 0
+    """Of them, those that came by asking a peer."""
+    uninformative: int = 0
+    """Announced with equal rewards, so not pulled."""
+    fetched: int = 0
+    fetch_failures: int = 0
+    admitted: int = 0
+    rejected: dict[str, int] = field(default_factory=dict)
+    """By reason: announcements, groups and answers alike."""
+    unscored: int = 0
+    """Given up because the scorer did not answer."""
+    served: int = 0
+    bytes_in: int = 0
+    """Of group bodies."""
+    bytes_out: int = 0
+    dropped_announcements: int = 0
+    """Over a forwarder's rate."""
+    dropped_wanted: int = 0
+    """Worth pulling, but pushed out by better ones or unreachable."""
+    dropped_outbox: int = 0
+    """Own announcements not gossiped; they heal."""
+    dropped_provides: int = 0
+    """Groups held but not made known to the DHT."""
+    store_errors: int = 0
+
+
+class Accounts:
+    """Counts, blames, bans, and tells `on_event(kind, message)` without repeating itself."""
+
+    def __init__(
+        self,
+        transport: Transport,
+        reputation: Reputation,
+        clock: Callable[[], float],
+        on_event: Callable[[str, str], None],
+    ) -> None:
+        self._transport, self._clock, self._on_event = transport, clock, on_event
+        self.reputation = reputation
+        self.counters = Counters()
+        self._told: dict[tuple[str, str], float] = {}
+
+    def offence(self, peer: str, rejected: Rejected) -> None:
+        """One more rejection on a peer's account; enough of them ban it. Raises StoreError."""
+        reason = str(rejected.reason)
+        self.counters.rejected[reason] = self.counters.rejected.get(reason, 0) + 1
+        if peer == self._transport.peer_id:  # our own announcement, come back broken
+            return
+        newly_banned = self.reputation.record(peer, reason)
+        if rejected.reason is not Reason.uninformative:
+            self.tell("rejected", peer + reason, f"{peer[-8:]}: {reason}: {rejected.detail}")
+        if newly_banned:
+            self._transport.ban(peer)
+            self._on_event("banned", f"{peer} is banned: too many offences, the last one {reason}")
+
+    def store_trouble(self, error: StoreError) -> None:
+        """The database failed a service, which goes on: a full disk may be emptied."""
+        self.counters.store_errors += 1
+        self.tell("store", "", str(error))
+
+    def tell(self, kind: str, about: str, message: str) -> None:
+        now = self._clock()
+        if now - self._told.get((kind, about), -math.inf) < QUIET_SECONDS:
+            return
+        self._told.pop((kind, about), None)
+        self._told[kind, about] = now
+        if len(self._told) > MAX_QUIET:
+            del self._told[next(iter(self._told))]
+        self._on_event(kind, message)

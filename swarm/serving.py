@@ -1,0 +1,59 @@
+"""Answers what peers ask on streams: bodies of groups, live announcements, the manifest.
+
+A request that does not decode raises, which closes its stream; nothing else comes of it.
+"""
+
+from collections.abc import Callable
+
+import msgspec
+
+from protocol.manifest import Manifest
+from protocol.messages import (
+    GROUPS_PROTOCOL,
+    LIVE_PROTOCOL,
+    MANIFEST_PROTOCOL,
+    MAX_REQUEST_BYTES,
+    GroupRequest,
+    LiveRequest,
+    LiveResponse,
+    ManifestRequest,
+)
+from protocol.rules import Reason, Rejected
+from swarm.accounts import Accounts
+from swarm.experience import ExperienceStore
+from swarm.healing import MAX_LIVE
+from swarm.transport import Transport
+
+
+class Serving:
+    """The handlers of one node."""
+
+    def __init__(
+        self, store: ExperienceStore, manifest: Manifest, accounts: Accounts, clock: Callable[[], float]
+    ) -> None:
+        self._store, self._manifest, self._accounts, self._clock = store, manifest, accounts, clock
+
+    def serve_on(self, transport: Transport) -> None:
+        transport.serve(GROUPS_PROTOCOL, self.group, max_request=MAX_REQUEST_BYTES)
+        transport.serve(LIVE_PROTOCOL, self.live, max_request=MAX_REQUEST_BYTES)
+        transport.serve(MANIFEST_PROTOCOL, self.manifest, max_request=MAX_REQUEST_BYTES)
+
+    async def group(self, peer: str, data: bytes) -> bytes:
+        request = msgspec.msgpack.decode(data, type=GroupRequest)
+        answer = (self._store.body(request.group) or b"")[request.offset :]
+        counters = self._accounts.counters
+        counters.served += bool(answer)
+        counters.bytes_out += len(answer)
+        return answer
+
+    async def live(self, peer: str, data: bytes) -> bytes:
+        request = msgspec.msgpack.decode(data, type=LiveRequest)
+        if request.swarm != self._manifest.digest:
+            raise Rejected(Reason.wrong_swarm, f"asked about swarm {request.swarm.hex()[:12]}")
+        banned = set(self._accounts.reputation.banned())
+        live = self._store.announcements(self._clock(), MAX_LIVE, without=set(request.have), banned=banned)
+        return msgspec.msgpack.encode(LiveResponse(tuple(sealed for _, sealed in live)))
+
+    async def manifest(self, peer: str, data: bytes) -> bytes:
+        request = msgspec.msgpack.decode(data, type=ManifestRequest)
+        return self._manifest.to_bytes() if request.digest == self._manifest.digest else b""
