@@ -1,0 +1,102 @@
+import json
+import webbrowser
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from click.testing import Result
+
+from node.client import DaemonUnreachable, RequestRefused, connect
+from node.home import Home
+
+Run = Callable[..., Result]
+
+
+def test_status_is_a_state_a_reason_and_an_action(run: Run, home: Home, daemon: Any) -> None:
+    result = run("--home", home.path, "status")
+    assert result.exit_code == 0
+    first, *rest = result.stdout.splitlines()
+    assert first == "WAITING  no peer reachable (3 tried), training alone; run shoal peers"
+    facts = dict(line.split("  ", 1) for line in rest)
+    facts = {name: value.strip() for name, value in facts.items()}
+    assert facts["step"] == "12"
+    assert facts["reward"] == "0.250 (first step 0.125)"
+    assert facts["held-out"] == "0.500 (at the start -)"
+    assert facts["rejected"] == "1 stale"
+
+
+def test_status_json_is_what_the_daemon_says(run: Run, home: Home, daemon: Any) -> None:
+    status = json.loads(run("--home", home.path, "status", "--json").stdout)
+    assert {"state", "reason", "next", "step", "peers", "reward", "peer_id"} <= status.keys()
+    assert (status["step"], status["reward"]) == (12, 0.25)
+
+
+def test_peers_and_steps(run: Run, home: Home, daemon: Any) -> None:
+    header, row = run("--home", home.path, "peers").stdout.splitlines()
+    assert header.split()[:2] == ["peer", "connected"]
+    assert row.split()[:7] == ["12D3KooWzzzzzzzz", "yes", "qwen", "0.75", "5", "4", "1"]
+    header, row = run("--home", home.path, "steps").stdout.splitlines()
+    assert row.split()[:2] == ["12", "0.25"]
+    assert json.loads(run("--home", home.path, "steps", "--json").stdout)[0]["step"] == 12
+
+
+def test_groups_and_one_group(run: Run, home: Home, daemon: Any) -> None:
+    _, row = run("--home", home.path, "groups").stdout.splitlines()
+    assert row.split()[:7] == ["abababababab", "foreign", "zzzzzzzz", "chain_sum", "3", "0.5", "admitted"]
+    shown = run("--home", home.path, "groups", "abab").stdout
+    assert "    2+2\n" in shown
+    assert "    4\\x1b[2J\n" in shown  # a completion cannot drive the terminal
+    assert "\x1b" not in shown
+
+
+def test_an_unknown_group_is_a_failure(run: Run, home: Home, daemon: Any) -> None:
+    result = run("--home", home.path, "groups", "../status")
+    assert (result.exit_code, result.stderr) == (1, "shoal: no such group\n")
+
+
+def test_pause_resume_and_down(run: Run, home: Home, daemon: Any) -> None:
+    paused = run("--home", home.path, "pause", "--reason", "playing")
+    assert paused.stdout == "PAUSED  playing; run shoal resume to go on\n"
+    assert json.loads(run("--home", home.path, "resume", "--json").stdout)["state"] == "TRAINING"
+    assert run("--home", home.path, "down").stdout.startswith("STOPPED")
+    assert daemon.posted == [
+        ("/api/v1/pause", {"reason": "playing"}), ("/api/v1/resume", {}), ("/api/v1/stop", {})
+    ]  # fmt: skip
+    assert run("--home", home.path, "down").exit_code == 3
+
+
+def test_open_prints_and_opens_a_one_time_link(
+    run: Run, home: Home, daemon: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened: list[str] = []
+    monkeypatch.setattr(webbrowser, "open", opened.append)
+    link = f"{daemon.url}/login?code=once"
+    assert run("--home", home.path, "open").stdout == f"{link}\n"
+    assert json.loads(run("--home", home.path, "open", "--json").stdout) == {"url": link}
+    assert opened == [link]
+
+
+def test_health(run: Run, home: Home, daemon: Any) -> None:
+    assert run("--home", home.path, "health").exit_code == 0
+    daemon.ready = (503, {"reasons": ["last step 900 s ago, deadline 600 s"]})
+    result = run("--home", home.path, "health", "--json")
+    assert result.exit_code == 1
+    assert json.loads(result.stdout) == {"ready": False, "reasons": ["last step 900 s ago, deadline 600 s"]}
+
+
+def test_client_errors_are_typed(home: Home, daemon: Any) -> None:
+    client = connect(home)
+    client.token = "wrong"
+    with pytest.raises(RequestRefused, match="no valid token") as caught:
+        client.get("status")
+    assert caught.value.status == 401
+    client.url = "http://127.0.0.1:9"  # the discard port: nobody there
+    with pytest.raises(DaemonUnreachable, match="start it with `shoal up`"):
+        client.get("status")
+
+
+def test_logs(run: Run, home: Home) -> None:
+    entry = {"at": "2026-01-01T00:00:00+00:00", "level": "info", "logger": "node", "message": "m\x1b[0m"}
+    home.log_path.write_text(json.dumps(entry) + "\n")
+    assert run("--home", home.path, "logs").stdout.endswith("info    node  m\\x1b[0m\n")
+    assert json.loads(run("--home", home.path, "logs", "--json").stdout) == [entry]

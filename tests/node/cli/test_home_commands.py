@@ -1,0 +1,178 @@
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from click.testing import Result
+
+from node.cli.up import enter_swarm
+from node.home import DaemonInfo, Home, HomeError, interface_addresses
+from protocol.identity import Identity
+from protocol.invite import Invite
+from protocol.manifest import embedded_manifest
+
+Run = Callable[..., Result]
+MANIFEST = """
+epoch_seconds = 60
+[caps]
+max_completions = 16
+[[environments]]
+name = "chain_sum"
+weight = 2
+settings = { min_terms = 2, max_terms = 3, examples = 1, max_tokens = 8 }
+"""
+
+
+def test_init_twice(run: Run, tmp_path: Path) -> None:
+    first = run("--home", tmp_path / "home", "init")
+    assert first.stdout.startswith("Node 12D3KooW")
+    assert "nothing changed" in run("--home", tmp_path / "home", "init").stdout
+
+
+def test_init_asks_for_a_passphrase_and_id_needs_it(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = run("--home", tmp_path / "home", "init", "--passphrase", "--json", input="secret\nsecret\n")
+    peer_id = json.loads(made.stdout)["peer_id"]
+    without = run("--home", tmp_path / "home", "id")
+    assert without.exit_code == 1
+    assert "SHOAL_PASSPHRASE" in without.stderr
+    monkeypatch.setenv("SHOAL_PASSPHRASE", "secret")
+    assert run("--home", tmp_path / "home", "id").stdout.strip() == peer_id
+
+
+def test_paths_and_config(run: Run, home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
+    paths = json.loads(run("--home", home.path, "paths", "--json").stdout)
+    assert paths["config"] == str(home.path / "config.toml")
+    header = home.config_path.read_text()
+    assert header.startswith("# Settings of this node")
+    assert run("--home", home.path, "config", "set", "web.port", "9000").exit_code == 0
+    assert home.config_path.read_text() == header + "\n[web]\nport = 9000\n"
+    shown = json.loads(run("--home", home.path, "--set", "web.host=::1", "config", "show", "web", "--json").stdout)
+    assert (shown["web.port"]["value"], shown["web.port"]["source"]) == (9000, "config.toml")
+    assert (shown["web.host"]["value"], shown["web.host"]["source"]) == ("::1", "flag")
+    assert set(shown) == {"web.port", "web.host", "web.allowed_hosts"}
+    monkeypatch.setenv("SHOAL_WEB_PORT", "9001")
+    assert "SHOAL_WEB_PORT overrides it" in run("--home", home.path, "config", "set", "web.port", "9002").stderr
+
+
+def test_config_set_refuses(run: Run, home: Home) -> None:
+    result = run("--home", home.path, "config", "set", "web.prt", "1")
+    assert (result.exit_code, "did you mean web.port?" in result.stderr) == (2, True)
+    result = run("--home", home.path, "config", "show", "wbe.port")
+    assert (result.exit_code, "did you mean web.port?" in result.stderr) == (2, True)
+
+
+def test_create_show_leave(run: Run, home: Home) -> None:
+    created = json.loads(run("--home", home.path, "swarm", "create", "mine", "--private", "--json").stdout)
+    shown = json.loads(run("--home", home.path, "swarm", "show", "--json").stdout)
+    assert shown["digest"] == created["digest"]
+    assert (shown["name"], shown["private"]) == ("mine", True)
+    assert [entry["name"] for entry in shown["environments"]] == [
+        "letter_counting", "chain_sum", "spell_backward", "word_sorting"
+    ]  # fmt: skip
+    assert "chain_sum" in run("--home", home.path, "swarm", "show").stdout
+    again = run("--home", home.path, "swarm", "create", "other")
+    assert (again.exit_code, "run `shoal leave` first" in again.stderr) == (1, True)
+    assert run("--home", home.path, "leave").stdout == "Left swarm mine\n"
+
+
+def test_create_from_a_file(run: Run, home: Home, tmp_path: Path) -> None:
+    file = tmp_path / "swarm.toml"
+    file.write_text(MANIFEST)
+    assert run("--home", home.path, "swarm", "create", "mine", "--manifest", file).exit_code == 0
+    manifest = home.manifest()
+    assert manifest is not None
+    assert (manifest.epoch_seconds, manifest.caps.max_completions, manifest.caps.max_turns) == (60, 16, 16)
+    assert [(spec.name, spec.weight, spec.settings["max_terms"]) for spec in manifest.environments] == [
+        ("chain_sum", 2, 3)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("[[environments]\n", "not valid TOML"),
+        ("epoch_seconds = 60\n", "environments"),
+        (MANIFEST.replace("weight", "wieght"), "wieght"),
+        (MANIFEST.replace("max_completions = 16", "max_completions = 1"), ">= 2"),
+        (MANIFEST.replace("max_completions", "max_completion"), "max_completion"),
+        (MANIFEST.replace("max_tokens = 8", "max_tokens = 0"), "max_tokens"),
+    ],
+)
+def test_a_wrong_manifest_file_is_refused(run: Run, home: Home, tmp_path: Path, text: str, words: str) -> None:
+    file = tmp_path / "swarm.toml"
+    file.write_text(text)
+    result = run("--home", home.path, "swarm", "create", "mine", "--manifest", file)
+    assert result.exit_code == 2
+    assert result.stderr.startswith(f"shoal: {file}")
+    assert words in result.stderr
+    assert " ; " in result.stderr
+    assert not home.invite_path.exists()
+
+
+def test_invite_and_join(run: Run, home: Home, tmp_path: Path) -> None:
+    run("--home", home.path, "swarm", "create", "mine", "--private")
+    unknown = run("--home", home.path, "swarm", "invite")
+    assert (unknown.exit_code, "run `shoal up` once" in unknown.stderr) == (1, True)
+
+    home.keep_listen_port(7946)
+    link = run("--home", home.path, "swarm", "invite").stdout.strip()
+    invite = Invite.parse(link)
+    peer_id = home.identity().peer_id
+    assert invite.bootstrap == tuple(f"/ip4/{a}/tcp/7946/p2p/{peer_id}" for a in interface_addresses(4))
+
+    other = Home(tmp_path / "other")
+    other.init()
+    joined = json.loads(run("--home", other.path, "join", link, "--json").stdout)
+    assert joined["swarm"] == "mine"
+    assert other.swarm() == invite
+
+
+def test_invite_names_announced_and_daemon_addresses(run: Run, home: Home) -> None:
+    run("--home", home.path, "swarm", "create", "mine")
+    peer_id = home.identity().peer_id
+    home.write_daemon(DaemonInfo(1, "http://127.0.0.1:1", 1.0, (f"/ip4/192.0.2.9/tcp/5/p2p/{peer_id}",)))
+    invite = json.loads(run("--home", home.path, "swarm", "invite", "--json").stdout)
+    assert invite["bootstrap"] == [f"/ip4/192.0.2.9/tcp/5/p2p/{peer_id}"]
+    flag = "network.announce=/dns4/node.example/tcp/6"
+    invite = json.loads(run("--home", home.path, "--set", flag, "swarm", "invite", "--json").stdout)
+    assert invite["bootstrap"] == [f"/dns4/node.example/tcp/6/p2p/{peer_id}"]
+
+
+def test_join_while_the_daemon_runs_is_refused(run: Run, home: Home) -> None:
+    link = Invite(embedded_manifest("theirs", 1.0).digest, (), None, "theirs").to_uri()
+    with home.lock():
+        result = run("--home", home.path, "join", link)
+    assert (result.exit_code, "shoal down" in result.stderr) == (1, True)
+
+
+def test_up_enters_a_swarm(home: Home) -> None:
+    address = f"/ip4/192.0.2.1/tcp/1/p2p/{Identity.generate().peer_id}"
+    link = Invite(embedded_manifest("theirs", 1.0).digest, (address,), None, "theirs").to_uri()
+    enter_swarm(home, link)
+    enter_swarm(home, link)  # SHOAL_JOIN stays set over restarts
+    enter_swarm(home, "")
+    assert home.swarm().name == "theirs"
+    with pytest.raises(HomeError, match="leave"):
+        enter_swarm(home, Invite(b"x" * 32, (address,), None, "third").to_uri())
+
+
+def test_up_without_a_swarm_founds_one(home: Home) -> None:
+    enter_swarm(home, "")
+    first = home.swarm()
+    assert home.manifest() is not None
+    enter_swarm(home, "")
+    assert home.swarm() == first
+
+
+def test_env(run: Run, home: Home) -> None:
+    listed = {entry["name"]: entry for entry in json.loads(run("--home", home.path, "env", "list", "--json").stdout)}
+    assert len(listed) > 80
+    assert (listed["chain_sum"]["installed"], listed["chain_sum"]["weight"]) == (True, 1)
+    assert listed["sudoku"]["weight"] == 0
+    shown = json.loads(run("--home", home.path, "env", "show", "chain_sum", "--json").stdout)
+    assert shown["settings"]["examples"] == 3
+    assert [message["role"] for message in shown["task"]["prompt"]] == ["system", *["user", "assistant"] * 3, "user"]
+    checked = run("--home", home.path, "env", "check", "--json")
+    assert (checked.exit_code, json.loads(checked.stdout)["ok"]) == (0, True)
+    unknown = run("--home", home.path, "env", "show", "chain_sun")
+    assert (unknown.exit_code, "did you mean chain_sum?" in unknown.stderr) == (1, True)
