@@ -85,8 +85,9 @@ def accepted(target: str, status: int, answer: Any) -> Any:
     """The answer, unless it is an error. Raises RequestRefused."""
     if status < 400:
         return answer
-    detail = answer.get("error") if isinstance(answer, dict) else None
-    raise RequestRefused(status, str(detail or f"the daemon answered {status} to {target}"))
+    told = answer if isinstance(answer, dict) else {}
+    error, fix = told.get("error") or f"the daemon answered {status} to {target}", told.get("fix") or "see `shoal logs`"
+    raise RequestRefused(status, f"{error} ; {fix}")
 
 
 def connect(home: Home, timeout: float = TIMEOUT) -> Client:
@@ -95,4 +96,6 @@ def connect(home: Home, timeout: float = TIMEOUT) -> Client:
     info = home.daemon()
     if info is None:
         raise DaemonUnreachable(f"no daemon runs on {home.path} ; start it with `shoal up`")
-    return Client(info.url, token, timeout)
+    # a daemon that listens everywhere (in a container) is reached, and accepts the Host header, by loopback
+    url = info.url.replace("//0.0.0.0:", "//127.0.0.1:").replace("//[::]:", "//[::1]:")
+    return Client(url, token, timeout)

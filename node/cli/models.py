@@ -15,9 +15,10 @@ def model() -> None:
 def prepare(session: Session) -> None:
     """Convert the embedded model once, so that the first start does not have to (for images and installers)."""
     from node.cli.output import emit
-    from node.models import embedded_model
+    from node.home import models_dir
+    from node.models import embedded_directory
 
-    directory = embedded_model()
+    directory = embedded_directory(models_dir())
     if session.as_json:
         emit({"model": str(directory)})
     else:

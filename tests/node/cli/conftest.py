@@ -62,9 +62,9 @@ class Handler(BaseHTTPRequestHandler):
         if path == "/readyz":
             return self.answer(*self.server.ready)
         if self.headers["Authorization"] != f"Bearer {self.server.home.token()}":
-            return self.answer(401, {"error": "no valid token"})
+            return self.answer(401, {"error": "wrong API token", "fix": "run `shoal open`"})
         if path not in ANSWERS:
-            return self.answer(404, {"error": "no such group"})
+            return self.answer(404, {"error": "no such group", "fix": "list them: shoal groups"})
         return self.answer(200, ANSWERS[path])
 
     def do_POST(self) -> None:

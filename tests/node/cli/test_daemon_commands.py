@@ -1,4 +1,5 @@
 import json
+import os
 import webbrowser
 from collections.abc import Callable
 from typing import Any
@@ -7,7 +8,7 @@ import pytest
 from click.testing import Result
 
 from node.client import DaemonUnreachable, RequestRefused, connect
-from node.home import Home
+from node.home import DaemonInfo, Home
 
 Run = Callable[..., Result]
 
@@ -51,7 +52,7 @@ def test_groups_and_one_group(run: Run, home: Home, daemon: Any) -> None:
 
 def test_an_unknown_group_is_a_failure(run: Run, home: Home, daemon: Any) -> None:
     result = run("--home", home.path, "groups", "../status")
-    assert (result.exit_code, result.stderr) == (1, "shoal: no such group\n")
+    assert (result.exit_code, result.stderr) == (1, "shoal: no such group ; list them: shoal groups\n")
 
 
 def test_pause_resume_and_down(run: Run, home: Home, daemon: Any) -> None:
@@ -87,12 +88,18 @@ def test_health(run: Run, home: Home, daemon: Any) -> None:
 def test_client_errors_are_typed(home: Home, daemon: Any) -> None:
     client = connect(home)
     client.token = "wrong"
-    with pytest.raises(RequestRefused, match="no valid token") as caught:
+    with pytest.raises(RequestRefused, match="wrong API token ; run `shoal open`") as caught:
         client.get("status")
     assert caught.value.status == 401
     client.url = "http://127.0.0.1:9"  # the discard port: nobody there
     with pytest.raises(DaemonUnreachable, match="start it with `shoal up`"):
         client.get("status")
+
+
+def test_a_daemon_that_listens_everywhere_is_asked_by_loopback(home: Home) -> None:
+    for given, used in (("http://0.0.0.0:8420", "http://127.0.0.1:8420"), ("http://[::]:84", "http://[::1]:84")):
+        home.write_daemon(DaemonInfo(os.getpid(), given, 1.0))
+        assert connect(home).url == used
 
 
 def test_logs(run: Run, home: Home) -> None:
