@@ -1,0 +1,326 @@
+import hashlib
+import os
+import signal
+import sqlite3
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from protocol.envelope import Domain, digest_of, seal
+from protocol.identity import Identity
+from protocol.rollout import Completion, RolloutGroup, TaskRef, Turn
+from swarm.experience import (
+    MAX_REJECTED_BODY,
+    ROW_BYTES,
+    ExperienceStore,
+    GroupRecord,
+    PeerRecord,
+    StoreError,
+    StoreFull,
+    UnknownGroup,
+)
+
+NOW = 1_000_000.0
+IDENTITY = Identity.from_seed(b"e" * 32)
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = NOW
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def store(tmp_path: Path, clock: Clock):
+    store = ExperienceStore(tmp_path / "node.db", 1 << 20, clock)
+    yield store
+    store.close()
+
+
+def record(n: int, **changes) -> GroupRecord:
+    base = GroupRecord(
+        digest=hashlib.sha256(str(n).encode()).digest(),
+        origin="foreign",
+        producer="alice",
+        epoch=3,
+        task=TaskRef("chain_sum", "1", 7, n),
+        model="tiny",
+        claimed=(0.0, 1.0),
+        local=(0.0, 1.0),
+        verdict="admitted",
+        detail="",
+        received_at=NOW,
+        expires_at=NOW + 100,
+    )
+    return replace(base, **changes)
+
+
+def test_a_group_comes_back_as_it_was_stored(store: ExperienceStore) -> None:
+    stored = record(1, claimed=(0.25, 1.0), local=(0.5, 1.0), verdict="reward_mismatch", detail="completion 0")
+    assert store.add(stored, b"body")
+    (found,) = store.summaries(None, 10)
+    assert found == replace(stored, row=1, size=4)
+    assert not store.add(stored, b"other"), "the same digest again"
+    assert store.size == 4 + ROW_BYTES
+
+
+def test_what_was_judged_is_recognised(store: ExperienceStore) -> None:
+    store.add(record(1, verdict="stale"), b"body")
+    assert store.has_group(record(1).digest)
+    assert not store.has_group(record(2).digest)
+    assert store.has_task("alice", 3, TaskRef("chain_sum", "1", 7, 1))
+    assert not store.has_task("alice", 4, TaskRef("chain_sum", "1", 7, 1))
+    assert not store.has_task("bob", 3, TaskRef("chain_sum", "1", 7, 1))
+    assert store.own_group("alice", 3, TaskRef("chain_sum", "1", 7, 1)) == record(1).digest
+    assert store.own_group("alice", 3, TaskRef("chain_sum", "1", 7, 2)) is None
+
+
+def test_the_pool_holds_admitted_live_foreign_groups(store: ExperienceStore) -> None:
+    store.add(record(1), b"body")
+    store.add(record(2, producer="bob"), b"body")
+    store.add(record(3, verdict="uninformative"), b"body")
+    store.add(record(4, origin="own"), b"body")
+    store.add(record(5, expires_at=NOW - 1), b"body")
+    assert [(entry.digest, entry.producer, entry.rewards) for entry in store.pool(NOW)] == [
+        (record(1).digest, "alice", (0.0, 1.0)),
+        (record(2).digest, "bob", (0.0, 1.0)),
+    ]
+    assert store.unused(NOW) == {"alice": 1, "bob": 1}
+    store.mark_used([record(1).digest])
+    assert store.unused(NOW) == {"bob": 1}
+    assert len(store.pool(NOW)) == 2
+    assert store.find(record(1).digest.hex()).uses == 1
+
+
+def test_bodies_of_own_and_admitted_live_groups_are_served(store: ExperienceStore, clock: Clock) -> None:
+    store.add(record(1), b"one")
+    store.add(record(2, origin="own"), b"two")
+    store.add(record(3, verdict="uninformative"), b"three")
+    assert store.body(record(1).digest) == b"one"
+    assert store.body(record(2).digest) == b"two"
+    assert store.body(record(3).digest) is None
+    assert store.body(record(4).digest) is None
+    clock.now = NOW + 100
+    assert store.body(record(1).digest) is None
+
+
+def test_a_stored_group_can_be_decoded_after_it_expired(store: ExperienceStore, clock: Clock) -> None:
+    completion = Completion((Turn("assistant", "42"),), "stop", 2, 1.0)
+    group = RolloutGroup(
+        b"s" * 32,
+        IDENTITY.peer_id,
+        3,
+        record(1).task,
+        "tiny",
+        b"",
+        0,
+        (completion, msgspec.structs.replace(completion, reward=0.0)),
+    )
+    body = seal(IDENTITY, Domain.group, msgspec.msgpack.encode(group), issued=NOW, expires=NOW + 100)
+    store.add(record(1, digest=digest_of(body)), body)
+    clock.now = NOW + 1000
+    assert store.group_body(digest_of(body)) == group
+
+
+def test_a_rejected_body_that_is_no_group_is_a_clear_error(store: ExperienceStore) -> None:
+    store.add(record(1, verdict="malformed"), b"garbage")
+    with pytest.raises(UnknownGroup, match="was rejected and cannot be shown"):
+        store.group_body(record(1).digest)
+    with pytest.raises(UnknownGroup, match="not held"):
+        store.group_body(record(2).digest)
+
+
+def test_find_takes_any_unique_prefix(store: ExperienceStore) -> None:
+    for n, digest in enumerate((b"\xab\xc0" + bytes(30), b"\xab\xd0" + bytes(30))):
+        store.add(record(n, digest=digest), b"body")
+    assert store.find("abc").digest[:2] == b"\xab\xc0"
+    assert store.find("abd0").digest[:2] == b"\xab\xd0"
+    with pytest.raises(UnknownGroup, match="more than one"):
+        store.find("ab")
+    with pytest.raises(UnknownGroup, match="no group"):
+        store.find("ff")
+    for bad in ("xyz", "0" * 65, "é"):
+        with pytest.raises(UnknownGroup, match="64 hex digits"):
+            store.find(bad)
+
+
+def test_summaries_are_paged_newest_first(store: ExperienceStore) -> None:
+    for n in range(7):
+        store.add(record(n), b"body")
+    first = store.summaries(None, 3)
+    second = store.summaries(first[-1].row, 3)
+    assert [r.task.index for r in first + second] == [6, 5, 4, 3, 2, 1]
+    assert [r.task.index for r in store.summaries(second[-1].row, 3)] == [0]
+
+
+def test_a_long_rejected_body_is_not_kept(store: ExperienceStore) -> None:
+    store.add(record(1, verdict="malformed"), bytes(MAX_REJECTED_BODY + 1))
+    store.add(record(2), bytes(MAX_REJECTED_BODY + 1))
+    assert store.find(record(1).digest.hex()).size == MAX_REJECTED_BODY + 1
+    assert store.size == MAX_REJECTED_BODY + 1 + 2 * ROW_BYTES
+
+
+def test_retention_by_bytes_forgets_expired_then_rejected_then_oldest(tmp_path: Path, clock: Clock) -> None:
+    store = ExperienceStore(tmp_path / "node.db", 10_000, clock)
+    store.add(record(1), bytes(2000))
+    store.add(record(2, verdict="uninformative"), bytes(2000))
+    store.add(record(3, expires_at=NOW - 1), bytes(2000))
+    assert store.size == 3 * 2512
+    store.add(record(4), bytes(2000))
+    assert store.size == 3 * 2512, "the expired one went whole"
+    assert not store.has_group(record(3).digest)
+    store.add(record(5), bytes(2000))
+    assert store.has_group(record(2).digest), "the row of a rejected live one stays: it recognises a replay"
+    assert store.size == 3 * 2512 + 512
+    store.add(record(6), bytes(2000))
+    assert store.body(record(1).digest) is None
+    assert store.has_group(record(1).digest)
+    assert [entry.digest for entry in store.pool(NOW)] == [record(n).digest for n in (4, 5, 6)]
+    assert store.evicted == 3
+    for n in range(7, 60):
+        store.add(record(n), b"")
+    assert store.size <= 10_000, "rows alone are bounded too"
+    store.close()
+    reopened = ExperienceStore(tmp_path / "node.db", 10_000, clock)
+    assert reopened.size == store.size
+    reopened.close()
+
+
+def test_retention_by_age_and_number(tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("swarm.experience.MAX_ANNOUNCEMENTS", 3)
+    monkeypatch.setattr("swarm.experience.MAX_PEERS", 2)
+    store = ExperienceStore(tmp_path / "node.db", 1 << 20, clock, keep_seconds=50)
+    store.add(record(1, expires_at=NOW), b"body")
+    store.add(record(2), b"body")
+    for n in range(5):
+        store.add_announcement(bytes([n]) * 32, "alice", b"sealed", NOW + 1000)
+        store.save_peer(PeerRecord(f"peer{n}", 0, 0, NOW, False, "", NOW, NOW + n), "stale")
+    clock.now = NOW + 51
+    store.tidy()
+    assert not store.has_group(record(1).digest)
+    assert store.has_group(record(2).digest)
+    assert store.size == 4 + ROW_BYTES
+    assert [digest[0] for digest in store.live_digests(clock.now, 10)] == [4, 3, 2]
+    assert [peer.peer for peer in store.peers()] == ["peer3", "peer4"]
+    assert store.verdicts() == {"peer3": {"stale": 1}, "peer4": {"stale": 1}}
+    store.close()
+
+
+def test_announcements_are_live_newest_first_and_filtered(store: ExperienceStore) -> None:
+    for n, producer in enumerate(("alice", "bob", "alice", "carol")):
+        assert store.add_announcement(bytes([n]) * 32, producer, b"sealed%d" % n, NOW + 10 * n)
+    assert not store.add_announcement(bytes([1]) * 32, "bob", b"again", NOW + 10)
+    assert store.add_announcement(bytes([1]) * 32, "mallory", b"not mine", NOW + 10), "each says it for itself"
+    assert [sealed for _, sealed in store.announcements(NOW, 10)] == [b"not mine", b"sealed3", b"sealed2", b"sealed1"]
+    assert [sealed for _, sealed in store.announcements(NOW, 1)] == [b"not mine"]
+    live = store.announcements(NOW, 10, without={bytes([2]) * 32}, banned={"carol", "mallory"})
+    assert live == [(bytes([1]) * 32, b"sealed1")]
+    assert [digest[0] for digest in store.live_digests(NOW + 10, 10)] == [3, 2]
+
+
+def test_peers_and_verdicts_survive_a_restart(tmp_path: Path, clock: Clock) -> None:
+    store = ExperienceStore(tmp_path / "node.db", 1 << 20, clock)
+    alice = PeerRecord("alice", 1.5, 2.5, NOW, True, "tiny", NOW - 1, NOW)
+    store.save_peer(replace(alice, banned=False), "admitted")
+    store.save_peer(alice, "admitted")
+    store.save_peer(alice, "stale")
+    store.save_peer(alice)
+    store.close()
+    store = ExperienceStore(tmp_path / "node.db", 1 << 20, clock)
+    assert store.peers() == [alice]
+    assert store.verdicts() == {"alice": {"admitted": 2, "stale": 1}}
+    store.close()
+
+
+def test_a_transaction_happens_whole_or_not_at_all(store: ExperienceStore) -> None:
+    def fail_half_way() -> None:
+        with store.transaction():
+            store.add(record(1), b"body")
+            store.add_announcement(bytes(32), "alice", b"sealed", NOW + 1)
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail_half_way()
+    assert not store.has_group(record(1).digest)
+    assert store.live_digests(NOW, 10) == []
+    assert store.size == 0
+
+
+def test_a_full_disk_is_a_typed_error_and_costs_nothing_else(store: ExperienceStore) -> None:
+    store.add(record(1), b"body")
+    (pages,) = store._db.one("PRAGMA page_count")
+    store._db.execute(f"PRAGMA max_page_count={pages}")
+    with pytest.raises(StoreFull, match="free some disk"):
+        store.add(record(2), bytes(200_000))
+    assert store.size == 4 + ROW_BYTES
+    assert store.body(record(1).digest) == b"body"
+    store._db.execute("PRAGMA max_page_count=1000000")
+    assert store.add(record(2), bytes(200_000))
+
+
+def test_a_file_that_is_no_database_and_one_of_a_newer_shoal_are_named(tmp_path: Path, clock: Clock) -> None:
+    (tmp_path / "bad.db").write_bytes(b"not a database, but long enough to be read as one" * 100)
+    with pytest.raises(StoreError, match=r"bad\.db"):
+        ExperienceStore(tmp_path / "bad.db", 1 << 20, clock)
+    ExperienceStore(tmp_path / "new.db", 1 << 20, clock).close()
+    with sqlite3.connect(tmp_path / "new.db") as connection:
+        connection.execute("UPDATE experience_schema SET version = 99")
+    connection.close()
+    with pytest.raises(StoreError, match="version 99"):
+        ExperienceStore(tmp_path / "new.db", 1 << 20, clock)
+
+
+def test_another_connection_can_write_to_the_same_file(store: ExperienceStore, tmp_path: Path) -> None:
+    """node.history does, from the same thread: an open transaction here would block it for ever."""
+    store.add(record(1), b"body")
+    other = sqlite3.connect(tmp_path / "node.db", timeout=0)
+    other.execute("CREATE TABLE events (at REAL)")
+    other.execute("INSERT INTO events VALUES (1)")
+    other.commit()
+    other.close()
+    assert store.add(record(2), b"body")
+
+
+def test_three_hundred_inserts_a_second(store: ExperienceStore) -> None:
+    body = os.urandom(2000)
+    begin = time.process_time()
+    for n in range(300):
+        store.add(record(n), body)
+    assert time.process_time() - begin < 1.0
+
+
+KILLED = """
+import sys, time
+from pathlib import Path
+sys.path.insert(0, {tests!r})
+from test_experience import ExperienceStore, record
+store = ExperienceStore(Path({path!r}), 1 << 20, time.time)
+for n in range(50):
+    store.add(record(n), b"body")
+print("written", flush=True)
+time.sleep(60)
+"""
+
+
+def test_a_killed_process_loses_nothing_that_was_stored(tmp_path: Path, clock: Clock) -> None:
+    path = tmp_path / "node.db"
+    script = KILLED.format(tests=str(Path(__file__).parent), path=str(path))
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "written\n"
+        process.send_signal(signal.SIGKILL)
+    store = ExperienceStore(path, 1 << 20, clock)
+    assert len(store.summaries(None, 100)) == 50
+    store.close()

@@ -1,0 +1,117 @@
+from pathlib import Path
+
+import pytest
+
+from protocol.rules import Reason
+from swarm.experience import ExperienceStore
+from swarm.reputation import BAN_AT, DOUBT, HALF_LIFE, PENALTIES, Reputation
+
+NOW = 1_000_000.0
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = NOW
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def store(tmp_path: Path, clock: Clock):
+    store = ExperienceStore(tmp_path / "node.db", 1 << 20, clock)
+    yield store
+    store.close()
+
+
+def test_a_newcomer_starts_low_and_earns_its_weight(store: ExperienceStore, clock: Clock) -> None:
+    reputation = Reputation(store, clock)
+    assert reputation.weight("new") == 1 / DOUBT
+    for _ in range(10):
+        reputation.record("good", "admitted")
+    assert reputation.weight("good") == pytest.approx(11 / 14)
+    assert reputation.weight("new") == 1 / DOUBT, "being asked about changes nothing"
+
+
+def test_what_honest_nodes_do_too_costs_nothing(store: ExperienceStore, clock: Clock) -> None:
+    reputation = Reputation(store, clock)
+    for reason in (Reason.stale, Reason.from_future, Reason.uninformative, Reason.unknown_environment, "announced"):
+        for _ in range(50):
+            assert not reputation.record("peer", reason)
+    assert reputation.weight("peer") == 1 / DOUBT
+
+
+@pytest.mark.parametrize("reason", [reason for reason, cost in PENALTIES.items() if cost == 5])
+def test_four_grave_offences_ban_a_newcomer(store: ExperienceStore, clock: Clock, reason: Reason) -> None:
+    reputation = Reputation(store, clock)
+    assert [reputation.record("bad", reason) for _ in range(5)] == [False, False, False, True, False]
+    assert reputation.is_banned("bad")
+    assert reputation.weight("bad") == 0
+    assert reputation.banned() == ["bad"]
+    assert not reputation.is_banned("other")
+
+
+def test_much_good_work_outweighs_a_few_offences(store: ExperienceStore, clock: Clock) -> None:
+    reputation = Reputation(store, clock)
+    for _ in range(30):
+        reputation.record("peer", "admitted")
+    for _ in range(5):
+        assert not reputation.record("peer", Reason.reward_mismatch)
+    assert not reputation.is_banned("peer")
+    assert reputation.weight("peer") == pytest.approx(31 / (30 + 25 + 4))
+
+
+def test_everything_fades_and_so_does_a_ban(store: ExperienceStore, clock: Clock) -> None:
+    reputation = Reputation(store, clock)
+    for _ in range(8):
+        reputation.record("good", "admitted")
+    for _ in range(4):
+        reputation.record("bad", Reason.malformed)
+    clock.now += HALF_LIFE / 2
+    assert reputation.is_banned("bad"), "below the threshold by now, but not below half of it"
+    clock.now += HALF_LIFE / 2 + 1
+    assert not reputation.is_banned("bad")
+    assert reputation.of("bad").penalty == pytest.approx(BAN_AT / 2, rel=1e-3)
+    assert reputation.weight("good") == pytest.approx(5 / 8, rel=1e-3)
+
+
+def test_a_clock_that_goes_back_changes_nothing(store: ExperienceStore, clock: Clock) -> None:
+    reputation = Reputation(store, clock)
+    reputation.record("good", "admitted")
+    clock.now -= 10 * HALF_LIFE
+    assert reputation.of("good").accepted == 1
+
+
+def test_reputation_survives_a_restart(store: ExperienceStore, clock: Clock) -> None:
+    reputation = Reputation(store, clock)
+    reputation.record("good", "announced", "tiny model")
+    reputation.record("good", "admitted")
+    for _ in range(4):
+        reputation.record("bad", Reason.hash_mismatch)
+    again = Reputation(store, clock)
+    assert again.is_banned("bad")
+    assert again.of("good") == reputation.of("good")
+    assert again.of("good").model == "tiny model"
+    assert store.verdicts() == {"good": {"announced": 1, "admitted": 1}, "bad": {"hash_mismatch": 4}}
+
+
+def test_last_seen_is_when_it_was_seen(store: ExperienceStore, clock: Clock) -> None:
+    reputation = Reputation(store, clock)
+    reputation.seen("peer")
+    clock.now += 50
+    assert reputation.of("peer").last_seen == NOW
+    reputation.seen("peer")
+    assert (reputation.of("peer").first_seen, reputation.of("peer").last_seen) == (NOW, NOW + 50)
+
+
+def test_memory_is_bounded(store: ExperienceStore, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("swarm.reputation.MAX_PEERS", 3)
+    reputation = Reputation(store, clock)
+    for n in range(10):
+        reputation.record(f"sybil{n}", "announced")
+    assert len(reputation._records) == 3
