@@ -1,0 +1,73 @@
+"""Log-probabilities of chosen tokens, without ever holding the logits of positions nobody asks about."""
+
+from typing import Any
+
+import torch
+
+CHUNK_BYTES = 64 << 20
+"""Logits computed at once."""
+KEEP_BYTES = 256 << 20
+"""Probabilities kept for the way back; beyond that they are computed again, which costs one more product."""
+
+
+def chosen_logprobs(
+    hidden: torch.Tensor, weight: torch.Tensor, rows: torch.Tensor, tokens: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """log-probability of tokens [N] after the states of `rows` [N], and the entropy after every state, in nats.
+
+    hidden [M, D] last states, weight [V, D] output embedding; returns float32 [N], differentiable, and [M], not.
+    """
+    logprobs, entropy = _Chosen.apply(hidden, weight, rows, tokens)  # type: ignore[no-untyped-call]
+    return logprobs, entropy
+
+
+class _Chosen(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, rows: torch.Tensor, tokens: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        logprobs = hidden.new_empty(len(rows), dtype=torch.float32)
+        entropy = hidden.new_empty(len(hidden), dtype=torch.float32)
+        chunk = max(1, CHUNK_BYTES // (4 * len(weight)))
+        room = KEEP_BYTES if any(ctx.needs_input_grad) else 0
+        kept: list[torch.Tensor | None] = []
+        for start in range(0, len(hidden), chunk):
+            scores = _log_softmax(hidden[start : start + chunk], weight)
+            here = _within(rows, start, len(scores))
+            logprobs[here] = scores[rows[here] - start, tokens[here]]
+            probabilities = scores.exp()
+            entropy[start : start + len(scores)] = -torch.linalg.vecdot(probabilities, scores)
+            room -= 4 * scores.numel()
+            kept.append(probabilities if room >= 0 else None)
+        ctx.save_for_backward(hidden, weight, rows, tokens)
+        ctx.kept, ctx.chunk = kept, chunk
+        ctx.mark_non_differentiable(entropy)
+        return logprobs, entropy
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        hidden, weight, rows, tokens = ctx.saved_tensors
+        d_hidden, d_weight = torch.empty_like(hidden), torch.zeros_like(weight)
+        by_row = gradient.new_zeros(len(hidden)).index_add_(0, rows, gradient)
+        for i, start in enumerate(range(0, len(hidden), ctx.chunk)):
+            states = hidden[start : start + ctx.chunk]
+            scores, ctx.kept[i] = ctx.kept[i], None
+            if scores is None:
+                scores = _log_softmax(states, weight).exp_()
+            # d logprob(t) / d logits = onehot(t) - softmax
+            scores.mul_(by_row[start : start + len(scores), None]).neg_()
+            here = _within(rows, start, len(scores))
+            scores.index_put_((rows[here] - start, tokens[here]), gradient[here], accumulate=True)
+            d_logits = scores.to(weight.dtype)
+            torch.mm(d_logits, weight, out=d_hidden[start : start + len(scores)])
+            d_weight.addmm_(d_logits.t(), states)
+        return d_hidden, d_weight, None, None
+
+
+def _log_softmax(states: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    logits = torch.mm(states, weight.t()).float()
+    return logits.sub_(torch.logsumexp(logits, -1, keepdim=True))
+
+
+def _within(rows: torch.Tensor, start: int, count: int) -> torch.Tensor:
+    return ((rows >= start) & (rows < start + count)).nonzero(as_tuple=True)[0]

