@@ -124,10 +124,6 @@ class Identity:
         """The 32-byte seed. Secret."""
         return self._key.private_bytes_raw()
 
-    @property
-    def public_bytes(self) -> bytes:
-        return self._key.public_key().public_bytes_raw()
-
     def sign(self, data: bytes) -> bytes:
         """64-byte Ed25519 signature; deterministic (RFC 8032)."""
         return self._key.sign(data)

@@ -12,7 +12,7 @@ def test_peer_id_is_the_one_libp2p_derives(seed: bytes) -> None:
     identity = Identity.from_seed(seed)
     assert identity.peer_id == ID.from_pubkey(pair.public_key).to_base58()
     assert identity.peer_id.startswith("12D3KooW")
-    assert identity.public_bytes == pair.public_key.to_bytes()
+    assert public_key_of(identity.peer_id) == pair.public_key.to_bytes()
     assert identity.private_bytes == seed
 
 

@@ -1,3 +1,5 @@
+import json
+import random
 from typing import Any
 
 import msgspec
@@ -7,7 +9,7 @@ from protocol.assignment import held_out_task, own_task, shared_task
 from protocol.envelope import Domain
 from protocol.manifest import embedded_manifest
 from protocol.rejection import Reason, Rejected
-from protocol.rollout import Completion, RolloutGroup, TaskRef, Turn, pack_logprobs
+from protocol.rollout import Completion, RolloutGroup, TaskRef, Turn, pack_logprobs, pack_token_ids
 from protocol.rules import (
     check_budget,
     check_informative,
@@ -292,3 +294,41 @@ def test_completion_is_immutable(swarm: Any) -> None:
     completion: Completion = swarm.group().completions[0]
     with pytest.raises(AttributeError):
         completion.reward = 1.0  # type: ignore[misc]
+
+
+def test_a_sealed_group_is_at_most_half_of_its_json(swarm: Any) -> None:
+    """Ids as numbers and log-probabilities to 4 digits in the JSON; no two completions alike, so little compresses."""
+    chance = random.Random(0)
+    completions, plain = [], []
+    for _ in range(8):
+        ids = [chance.randrange(49152) for _ in range(12)]
+        logprobs = [round(-chance.expovariate(1.0), 4) for _ in range(12)]
+        text = " ".join("".join(chance.choices("etaoinshrdlu", k=5)) for _ in range(6))
+        turn = Turn("assistant", text)
+        completions.append(Completion((turn,), "stop", 12, 1.0, pack_token_ids(ids), pack_logprobs(logprobs)))
+        plain.append(
+            {
+                "turns": [{"role": "assistant", "text": text}],
+                "finish": "stop",
+                "token_count": 12,
+                "reward": 1.0,
+                "token_ids": ids,
+                "logprobs": logprobs,
+            }
+        )
+    group = swarm.group(completions=tuple(completions))
+    task = group.task
+    as_json = json.dumps(
+        {
+            "swarm": group.swarm.hex(),
+            "producer": group.producer,
+            "epoch": group.epoch,
+            "task": {name: getattr(task, name) for name in task.__struct_fields__},
+            "model": group.model,
+            "tokenizer": group.tokenizer.hex(),
+            "policy_version": group.policy_version,
+            "completions": plain,
+        },
+        separators=(",", ":"),
+    )
+    assert len(swarm.seal(group)) <= len(as_json) / 2

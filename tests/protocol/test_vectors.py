@@ -18,7 +18,7 @@ import umsgpack
 
 from protocol.assignment import held_out_task, is_assigned, own_task, shared_task
 from protocol.envelope import Domain, digest_of, seal, unseal
-from protocol.identity import Identity, verify
+from protocol.identity import Identity, public_key_of, verify
 from protocol.invite import Invite
 from protocol.manifest import Manifest
 from protocol.messages import (
@@ -52,7 +52,7 @@ def values(fields: Any) -> Any:
 
 def test_identity() -> None:
     assert ME.peer_id == WHO["peer_id"]
-    assert ME.public_bytes.hex() == WHO["public_key_hex"]
+    assert public_key_of(ME.peer_id).hex() == WHO["public_key_hex"]
     assert ME.sign(WHO["signed_text"].encode()).hex() == WHO["signature_hex"]
     assert verify(WHO["peer_id"], WHO["signed_text"].encode(), bytes.fromhex(WHO["signature_hex"]))
 
