@@ -221,8 +221,8 @@ def _check_place_and_time(opened: Opened, swarm: bytes, epoch: int, manifest: Ma
             Reason.wrong_swarm, f"from swarm {swarm.hex()[:16]}, this node is in {manifest.digest.hex()[:16]}"
         )
     ttl = manifest.caps.group_ttl_seconds
-    # Sealed at most once per lifetime: an expiry beyond the manifest's would keep an announcement alive for ever.
-    if opened.expires - opened.issued > ttl + 0.001:
+    # An expiry beyond the manifest's would keep an announcement alive for ever (10 ms: rounding).
+    if opened.expires - opened.issued > ttl + 0.01:
         raise Rejected(Reason.from_future, f"lives for {opened.expires - opened.issued:.0f} s, at most {ttl} s")
     current = manifest.epoch_at(now + MAX_CLOCK_SKEW)
     if epoch > current:

@@ -332,3 +332,12 @@ def test_a_sealed_group_is_at_most_half_of_its_json(swarm: Any) -> None:
         separators=(",", ":"),
     )
     assert len(swarm.seal(group)) <= len(as_json) / 2
+
+
+@pytest.mark.parametrize("fraction", [0.0, 0.0004, 0.0005, 0.00051, 0.4999, 0.9995])
+def test_rounding_to_milliseconds_never_outlives_the_manifest(swarm: Any, fraction: float) -> None:
+    group = swarm.group()
+    start = swarm.now - 5 + fraction
+    times = {"issued": start, "expires": start + swarm.manifest.caps.group_ttl_seconds}
+    raw = swarm.seal(group, **times)
+    swarm.hear(swarm.seal(swarm.announcement(group, raw), Domain.announcement, **times))
