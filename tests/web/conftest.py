@@ -1,0 +1,250 @@
+"""A view with seeded, plausible data that tests change, and a server over it."""
+
+import asyncio
+import hashlib
+import math
+import random
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Any
+
+import aiohttp
+import pytest
+
+from web.server import WebServer
+from web.view import NotFound
+
+TOKEN = "a-token-for-tests-0123456789"
+NOW = 1_790_000_000.0
+PEERS = (
+    "12D3KooWQYhTNQdmr3ArTeUHRYzFg94BKyTkoWBDWez9kSCVe2Xo",
+    "12D3KooWLRPJAA5o6fUyrX2pLEg3sfDuNqDsLXQyiyHwuZQbqKT4",
+    "12D3KooWGzh5bDDTvbrPBWhJmp1ZZjC7kF3yDLP2FsPyTk8WfLwQ",
+)
+
+
+class FixtureView:
+    """A node at step 42 with two peers that are there and one that is gone."""
+
+    def __init__(self, now: float = NOW, seed: int = 7) -> None:
+        draw = random.Random(seed)
+        self.now = now
+        self.calls: list[tuple[str, ...]] = []
+        self.step_rows = [
+            {
+                "step": step,
+                "at": now - (42 - step) * 13.0,
+                "reward": round(0.19 + 0.26 * (1 - math.exp(-step / 18)) + draw.gauss(0, 0.035), 4),
+                "own_groups": 4,
+                "foreign_groups": 0 if step < 2 else 4,
+                "tokens_per_second": draw.uniform(280, 330),
+            }
+            for step in range(1, 43)
+        ]
+        self.state: dict[str, Any] = {
+            "state": "TRAINING",
+            "reason": "step 43, sampling 4 tasks",
+            "next": "",
+            "step": 42,
+            "reward": self.step_rows[-1]["reward"],
+            "reward_start": self.step_rows[0]["reward"],
+            "held_out": 0.39,
+            "held_out_start": 0.17,
+            "held_out_best": 0.39,
+            "tokens_per_second": 312.4,
+            "own_groups": 4,
+            "foreign_groups": 4,
+            "peers": 2,
+            "peer_id": "12D3KooWBXZJNBTSdAdx5sW3ToYvB1ZqkMd7iYsJxLqkSMfLmT9a",
+            "name": "lagoon",
+            "swarm": "first-words",
+            "stage": "rollouts",
+            "stage_seconds": 3.2,
+            "stages": {"prompts": 0.1, "rollouts": 3.2},
+            "last_step_age": 4.1,
+            "step_deadline": 600.0,
+            "rss_mb": 2310.0,
+            "peak_rss_mb": 2740.0,
+            "uptime": 640.0,
+            "version": "0.1.0",
+            "model": "SmolLM2-135M-Instruct",
+            "groups": {
+                "published": 168,
+                "fetched": 201,
+                "admitted": 187,
+                "rejected": {"uninformative": 9, "reward_mismatch": 3, "stale": 2},
+                "trained_foreign": 164,
+            },
+        }
+        verdicts = [("admitted", "")] * 8 + [
+            ("uninformative", "all 8 rewards are equal"),
+            ("reward_mismatch", "completion 3 claims 1.00, scored here 0.01"),
+        ]
+        tasks = ("letter_counting", "chain_sum", "spell_backward", "word_sorting")
+        self.group_rows: list[dict[str, Any]] = []
+        for row in range(40, 0, -1):
+            own = row % 2 == 0
+            verdict, detail = ("admitted", "") if own else draw.choice(verdicts)
+            rewards = (
+                [0.01] * 8
+                if verdict == "uninformative"
+                else [draw.choice((0.01, 0.01, 0.2, 0.5, 1.0)) for _ in range(8)]
+            )
+            self.group_rows.append(
+                {
+                    "row": row,
+                    "id": hashlib.sha256(b"group %d" % row).hexdigest(),
+                    "origin": "own" if own else "foreign",
+                    "producer": self.state["peer_id"] if own else PEERS[row % 3],
+                    "environment": tasks[row % 4],
+                    "epoch": 12,
+                    "rewards": rewards,
+                    "verdict": verdict,
+                    "detail": detail,
+                    "at": now - (40 - row) * 3.0,
+                }
+            )
+        self.peer_rows: list[dict[str, Any]] = [
+            {
+                "peer_id": peer,
+                "connected": i < 2,
+                "model": ("SmolLM2-135M-Instruct", "Qwen3-0.6B", "SmolLM2-360M-Instruct")[i],
+                "reputation": (0.94, 0.88, 0.31)[i],
+                "banned": False,
+                "published": (96, 84, 21)[i],
+                "admitted": (93, 80, 14)[i],
+                "rejected": (
+                    {"uninformative": 3},
+                    {"uninformative": 2, "stale": 2},
+                    {"reward_mismatch": 3, "uninformative": 4},
+                )[i],
+                "last_seen": now - (1, 3, 420)[i],
+            }
+            for i, peer in enumerate(PEERS)
+        ]
+        self.event_rows: list[dict[str, Any]] = []
+        for ago, level, kind, message in (
+            (640, "info", "start", "loaded SmolLM2-135M-Instruct in bfloat16, 4 threads"),
+            (632, "info", "peers", "connected to …WDWez9kSCVe2Xo"),
+            (602, "info", "evaluate", "held-out score 0.17 over 64 tasks"),
+            (428, "info", "peers", "connected to …QyiyHwuZQbqKT4"),
+            (420, "warning", "share", "…SPyTk8WfLwQ claims rewards that scoring here does not find: reward_mismatch"),
+            (31, "info", "evaluate", "held-out score 0.39 over 64 tasks, the best so far"),
+            (4, "info", "step", "step 42: reward 0.43, 4 own and 4 foreign groups"),
+        ):
+            self.say(level, kind, message, at=now - ago)
+
+    def say(self, level: str, kind: str, message: str, at: float | None = None) -> None:
+        event = {"id": len(self.event_rows) + 1, "at": self.now if at is None else at, "level": level, "kind": kind}
+        self.event_rows.append({**event, "message": message})
+
+    def status(self) -> Mapping[str, Any]:
+        return self.state
+
+    def steps(self, after: int, limit: int) -> Sequence[Mapping[str, Any]]:
+        return [row for row in self.step_rows if row["step"] > after][:limit]
+
+    def groups(self, before: int | None, limit: int) -> Sequence[Mapping[str, Any]]:
+        return [row for row in self.group_rows if before is None or row["row"] < before][:limit]
+
+    async def group(self, group_id: str) -> Mapping[str, Any]:
+        found = [row for row in self.group_rows if row["id"].startswith(group_id)]
+        if len(found) != 1:
+            raise NotFound(f"no group {group_id}")
+        return {
+            **found[0],
+            "prompt": [
+                {"role": "system", "content": "Answer with the answer alone."},
+                {"role": "user", "content": 'How many times does the letter "e" appear in "the reef keeper"?'},
+            ],
+            "completions": [
+                {"text": f"{i}", "finish": "stop", "tokens": 2, "claimed": reward, "reward": reward}
+                for i, reward in enumerate(found[0]["rewards"])
+            ],
+        }
+
+    def peers(self) -> Sequence[Mapping[str, Any]]:
+        return self.peer_rows
+
+    def swarm(self) -> Mapping[str, Any]:
+        return {
+            "name": "first-words",
+            "digest": "ab" * 32,
+            "epoch": {"number": 12, "ends_in": 300.0},
+            "invite": "shoal:x",
+        }
+
+    def events(self, after: int | None, limit: int) -> Sequence[Mapping[str, Any]]:
+        if after is None:
+            return self.event_rows[-limit:]
+        return [event for event in self.event_rows if event["id"] > after][:limit]
+
+    async def follow(self, after: int) -> AsyncIterator[Mapping[str, Any]]:
+        while True:
+            for event in self.events(after, 100):
+                after = event["id"]
+                yield event
+            await asyncio.sleep(0.02)
+
+    def config(self) -> Mapping[str, Any]:
+        return {"web.port": {"value": 8420, "source": "default", "default": 8420, "help": "port; 0: a free one"}}
+
+    def metrics(self) -> Mapping[str, float]:
+        return {
+            "shoal_step": 42.0,
+            "shoal_reward": 0.4375,
+            'shoal_groups_rejected_total{reason="stale"}': 2.0,
+            "shoal_up": 1.0,
+            'shoal_groups_rejected_total{reason="reward_mismatch"}': 3.0,
+            "shoal_loss": math.nan,
+        }
+
+    def pause(self, reason: str) -> None:
+        self.calls.append(("pause", reason))
+        self.state |= {"state": "PAUSED", "reason": reason, "next": "run shoal resume to go on"}
+
+    def resume(self) -> None:
+        self.calls.append(("resume",))
+        self.state |= {"state": "TRAINING", "reason": "step 43, sampling 4 tasks", "next": ""}
+
+    def stop(self) -> None:
+        self.calls.append(("stop",))
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = NOW
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def view() -> FixtureView:
+    return FixtureView()
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+async def server(view: FixtureView, clock: Clock) -> AsyncIterator[WebServer]:
+    made = WebServer(view, host="127.0.0.1", port=0, token=TOKEN, allowed_hosts=("reef.lan",), clock=clock)
+    await made.start()
+    yield made
+    await made.stop()
+
+
+@pytest.fixture
+async def anyone(server: WebServer) -> AsyncIterator[aiohttp.ClientSession]:
+    """A client without credentials; keeps cookies, also for 127.0.0.1."""
+    async with aiohttp.ClientSession(server.url, cookie_jar=aiohttp.CookieJar(unsafe=True)) as session:
+        yield session
+
+
+@pytest.fixture
+async def client(server: WebServer) -> AsyncIterator[aiohttp.ClientSession]:
+    """The command line: a client with the token."""
+    async with aiohttp.ClientSession(server.url, headers={"Authorization": f"Bearer {TOKEN}"}) as session:
+        yield session

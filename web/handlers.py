@@ -1,0 +1,207 @@
+"""One function an endpoint: read the question, ask the view, answer. What passes is decided in `web.guard`.
+
+docs/api.md describes them for users.
+"""
+
+from pathlib import Path
+
+from aiohttp import web
+
+from web.answers import Refused, answer
+from web.auth import CODE_SECONDS, SESSION_SECONDS, Auth
+from web.guard import Guard, cookie_name
+from web.probes import prometheus, readiness
+from web.queries import MAX_ROW, body, group_id, integer, numbers
+from web.streams import Streams
+from web.view import NodeView, NotFound
+
+STATIC = Path(__file__).parent / "static"
+TYPES = {".css": "text/css", ".html": "text/html", ".js": "text/javascript", ".svg": "image/svg+xml"}
+MAX_REASON = 200
+LOOPBACK = ("127.", "::1", "::ffff:127.")
+
+
+class Handlers:
+    """The endpoints, over one view."""
+
+    def __init__(self, view: NodeView, auth: Auth, guard: Guard, streams: Streams) -> None:
+        self.view, self.auth, self.guard, self.streams = view, auth, guard, streams
+        # read once: three small files, and no path of a request ever reaches the file system
+        self.files = {path.name: path.read_bytes() for path in STATIC.iterdir() if path.suffix in TYPES}
+
+    def routes(self) -> list[web.RouteDef]:
+        api = "/api/v1"
+        return [
+            web.get("/", self.page),
+            web.get("/static/{name}", self.static),
+            web.get("/login", self.login, allow_head=False),
+            web.get("/healthz", self.healthz),
+            web.get("/readyz", self.readyz),
+            web.get("/metrics", self.metrics),
+            web.post(f"{api}/login", self.new_code),
+            web.post(f"{api}/logout", self.logout),
+            web.get(f"{api}/status", self.status),
+            web.get(f"{api}/steps", self.steps),
+            web.get(f"{api}/groups", self.groups),
+            web.get(f"{api}/groups/{{id}}", self.group),
+            web.get(f"{api}/peers", self.peers),
+            web.get(f"{api}/swarm", self.swarm),
+            web.get(f"{api}/events", self.events),
+            web.get(f"{api}/events/stream", self.stream, allow_head=False),
+            web.get(f"{api}/config", self.config),
+            web.post(f"{api}/pause", self.pause),
+            web.post(f"{api}/resume", self.resume),
+            web.post(f"{api}/stop", self.stop),
+        ]
+
+    # -- the page and signing in ------------------------------------------------------------------------------
+
+    async def page(self, request: web.Request) -> web.Response:
+        """The same page for everybody: it holds nothing until its script has asked the API."""
+        return self._file("index.html")
+
+    async def static(self, request: web.Request) -> web.Response:
+        return self._file(request.match_info["name"])
+
+    async def login(self, request: web.Request) -> web.Response:
+        """Spend a code, set the cookie. With a code that is not good, the page says so (401).
+
+        Not for HEAD: whatever previews links must not spend the code.
+        """
+        cookie = self.auth.new_session(request.query.get("code", ""))
+        if cookie is None and self.guard.credential(request) is None:
+            refused = self._file("index.html")
+            refused.set_status(401)
+            return refused
+        # 303, so that the code is in no history entry and no reload sends it again
+        home = web.Response(status=303, headers={"Location": "/"})
+        if cookie is not None:
+            home.set_cookie(
+                cookie_name(request),
+                cookie,
+                max_age=int(SESSION_SECONDS),
+                path="/",
+                httponly=True,
+                samesite="Strict",
+            )
+        return home
+
+    async def new_code(self, request: web.Request) -> web.Response:
+        """A one-time sign-in for a browser, for who holds the token: a session cannot make more of itself."""
+        if self.guard.credential(request) != "token":
+            raise Refused(403, "only the API token can make a sign-in code", "run `shoal open`")
+        await body(request)
+        code = self.auth.new_code()
+        return answer({"code": code, "path": f"/login?code={code}", "expires_in": CODE_SECONDS})
+
+    async def logout(self, request: web.Request) -> web.Response:
+        await body(request)
+        name = cookie_name(request)
+        self.auth.end_session(request.cookies.get(name, ""))
+        done = answer({})
+        done.del_cookie(name, path="/", httponly=True, samesite="Strict")
+        return done
+
+    def _file(self, name: str) -> web.Response:
+        content = self.files.get(name)
+        if content is None:
+            raise Refused(404, f"no file {name[:80]!r}", "open /")
+        kind = TYPES[Path(name).suffix]
+        return web.Response(body=content, content_type=kind, charset="utf-8", headers={"Cache-Control": "no-cache"})
+
+    # -- probes -----------------------------------------------------------------------------------------------
+
+    async def healthz(self, request: web.Request) -> web.Response:
+        """200 while the process answers; says nothing of the training."""
+        return answer({"alive": True})
+
+    async def readyz(self, request: web.Request) -> web.Response:
+        """503 when the node failed or steps too slowly. The reasons are for this machine and for the token."""
+        status = self.view.status()
+        reasons = readiness(status)
+        verdict = {"ready": not reasons, "state": status["state"]}
+        if self._is_trusted(request):
+            verdict["reasons"] = reasons
+        return answer(verdict, 503 if reasons else 200)
+
+    async def metrics(self, request: web.Request) -> web.Response:
+        """Open to this machine; from elsewhere with the token, which Prometheus can send."""
+        if not self._is_trusted(request):
+            raise Refused(401, "metrics beyond loopback need the token", "set `authorization` in the scrape config")
+        return web.Response(
+            body=prometheus(self.view.metrics()).encode(),
+            headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"},
+        )
+
+    def _is_trusted(self, request: web.Request) -> bool:
+        return (request.remote or "").startswith(LOOPBACK) or self.guard.credential(request) is not None
+
+    # -- what the node knows ----------------------------------------------------------------------------------
+
+    async def status(self, request: web.Request) -> web.Response:
+        numbers(request)
+        return answer(self.view.status())
+
+    async def steps(self, request: web.Request) -> web.Response:
+        asked = numbers(request, after=(0, 0, MAX_ROW), limit=(100, 1, 10_000))
+        return answer(self.view.steps(asked["after"], asked["limit"]))
+
+    async def groups(self, request: web.Request) -> web.Response:
+        asked = numbers(request, before=(None, 1, MAX_ROW), limit=(50, 1, 500))
+        return answer(self.view.groups(asked["before"], asked["limit"]))
+
+    async def group(self, request: web.Request) -> web.Response:
+        numbers(request)
+        try:
+            return answer(await self.view.group(group_id(request)))
+        except NotFound as missing:
+            raise Refused(404, str(missing) or "no such group", "list them: shoal groups") from missing
+
+    async def peers(self, request: web.Request) -> web.Response:
+        numbers(request)
+        return answer(self.view.peers())
+
+    async def swarm(self, request: web.Request) -> web.Response:
+        numbers(request)
+        return answer(self.view.swarm())
+
+    async def events(self, request: web.Request) -> web.Response:
+        """Without `after`: the newest ones."""
+        asked = numbers(request, after=(None, 0, MAX_ROW), limit=(100, 1, 500))
+        return answer(self.view.events(asked["after"], asked["limit"]))
+
+    async def stream(self, request: web.Request) -> web.StreamResponse:
+        """From `Last-Event-ID` or `after` on; without either, what happens from now on."""
+        after = numbers(request, after=(None, 0, MAX_ROW))["after"]
+        seen = request.headers.get("Last-Event-ID")
+        if seen:
+            # what the browser says when it comes back is newer than the address it first opened
+            after = integer("Last-Event-ID", seen, 0, MAX_ROW)
+        if after is None:
+            after = max((event["id"] for event in self.view.events(None, 1)), default=0)
+        return await self.streams.send(request, self.view.follow(after))
+
+    async def config(self, request: web.Request) -> web.Response:
+        numbers(request)
+        return answer(self.view.config())
+
+    # -- what a person can ask of it --------------------------------------------------------------------------
+
+    async def pause(self, request: web.Request) -> web.Response:
+        """Pause after the step in progress, for a reason that the status shows."""
+        reason = (await body(request)).get("reason", "asked for over the API")
+        if not isinstance(reason, str) or len(reason) > MAX_REASON or not reason.isprintable():
+            raise Refused(400, f"reason is not a line of at most {MAX_REASON} characters", "send a short one")
+        self.view.pause(reason)
+        return answer(self.view.status(), 202)
+
+    async def resume(self, request: web.Request) -> web.Response:
+        await body(request)
+        self.view.resume()
+        return answer(self.view.status(), 202)
+
+    async def stop(self, request: web.Request) -> web.Response:
+        """Stop the daemon in good order; it answers first."""
+        await body(request)
+        self.view.stop()
+        return answer({}, 202)

@@ -1,0 +1,84 @@
+"""What container health checks and Prometheus ask. The words of readiness, and the text format of metrics."""
+
+from collections.abc import Mapping
+from typing import Any
+
+WHILE_PAUSED = frozenset({"PAUSED", "STOPPING"})
+
+HELP = {
+    "shoal_clip_fraction": "Share of tokens whose ratio was clipped in the last update",
+    "shoal_entropy": "Mean entropy of the policy in the last update, nats per token",
+    "shoal_ess": "Effective sample size of the importance weights in the last update, as a share",
+    "shoal_grad_norm": "Gradient norm of the last update before clipping",
+    "shoal_groups_admitted_total": "Foreign groups that passed every rule",
+    "shoal_groups_fetched_total": "Foreign groups pulled from peers",
+    "shoal_groups_published_total": "Own groups announced to the swarm",
+    "shoal_groups_rejected_total": "Foreign groups refused, by reason",
+    "shoal_held_out": "Mean held-out score of the last evaluation",
+    "shoal_kl_behaviour": "KL from behaviour policy to policy in the last update",
+    "shoal_last_step_age_seconds": "Seconds since the last finished step",
+    "shoal_loss": "Loss of the last update",
+    "shoal_max_mismatch": "Largest difference of log-prob between engine and trainer in the last update",
+    "shoal_network_bytes_in_total": "Bytes received from peers",
+    "shoal_network_bytes_out_total": "Bytes sent to peers",
+    "shoal_network_dropped_events_total": "Transport events dropped because a queue was full",
+    "shoal_network_dropped_publishes_total": "Announcements dropped because a queue was full",
+    "shoal_peers": "Connected peers",
+    "shoal_resident_bytes": "Resident memory of the daemon",
+    "shoal_reward": "Mean reward of the last step",
+    "shoal_stage_seconds": "Seconds spent in each stage of the current step",
+    "shoal_step": "Updates done",
+    "shoal_tokens_per_second": "Sampled tokens per second in the last step",
+    "shoal_trained_foreign_total": "Foreign groups used in updates",
+    "shoal_up": "1 unless the node has failed",
+    "shoal_uptime_seconds": "Seconds since the daemon started",
+}
+
+
+def readiness(status: Mapping[str, Any]) -> list[str]:
+    """Why the node does not work as it should; empty when it does.
+
+    A node that starts is given as long as a step may take; one that is paused is well however long ago it stepped.
+    """
+    state = status["state"]
+    if state == "FAILED":
+        return [f"failed: {status['reason']}"]
+    if state in WHILE_PAUSED:
+        return []
+    age, deadline = status["last_step_age"], status["step_deadline"]
+    if age is None:
+        age, what = status["uptime"], "no step since the start"
+    else:
+        what = "the last step is"
+    if age <= deadline:
+        return []
+    held = f"{what} {age:.0f} s ago, the deadline is {deadline:.0f} s"
+    doing = f"stage {status['stage']} for {status['stage_seconds']:.0f} s"
+    return [f"{held}; {state.lower()}, {doing}" + (f": {status['reason']}" if status["reason"] else "")]
+
+
+def prometheus(samples: Mapping[str, float]) -> str:
+    """Text exposition format 0.0.4 (prometheus.io/docs/instrumenting/exposition_formats).
+
+    `samples`: full name with labels -> value. Samples of one metric are put together, as the format wants it;
+    a name on `_total` is a counter, every other one a gauge.
+    """
+    families: dict[str, list[str]] = {}
+    for full_name, value in samples.items():
+        name = full_name.partition("{")[0]
+        families.setdefault(name, []).append(f"{full_name} {number(value)}")
+    lines = []
+    for name, family in sorted(families.items()):
+        lines.append(f"# HELP {name} {HELP.get(name, name.removeprefix('shoal_').replace('_', ' '))}")
+        lines.append(f"# TYPE {name} {'counter' if name.endswith('_total') else 'gauge'}")
+        lines += family
+    return "\n".join(lines) + "\n"
+
+
+def number(value: float) -> str:
+    """As Go reads it: +Inf, -Inf, NaN; whole numbers without a point."""
+    if value != value:
+        return "NaN"
+    if value in (float("inf"), float("-inf")):
+        return "+Inf" if value > 0 else "-Inf"
+    return str(int(value)) if value == int(value) and abs(value) < 2**53 else repr(float(value))

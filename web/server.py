@@ -1,0 +1,109 @@
+"""The local HTTP server's lifetime: bind, say where, stop at once."""
+
+import errno
+import ipaddress
+from collections.abc import Callable, Iterable
+
+from aiohttp import web
+
+from web.auth import Auth
+from web.guard import Guard, add_headers
+from web.handlers import Handlers
+from web.queries import MAX_BODY
+from web.streams import Streams
+from web.view import NodeView
+
+IDLE_SECONDS = 30.0
+"""How long an unused connection stays open."""
+STOP_SECONDS = 0.3
+"""What a stop gives answers in progress; aiohttp takes it at most twice."""
+
+
+class WebServerError(Exception):
+    """The server cannot start; the message names the setting and the fix."""
+
+
+class PortInUse(WebServerError):
+    """Somebody else listens there."""
+
+
+class WebServer:
+    """The API and the status page of one node, from `start` to `stop`."""
+
+    def __init__(
+        self,
+        view: NodeView,
+        *,
+        host: str,
+        port: int,
+        token: str,
+        allowed_hosts: Iterable[str],
+        clock: Callable[[], float],
+    ) -> None:
+        """`clock` in seconds, for codes and sessions. Raises WebServerError for settings that cannot work."""
+        self.host, self.port = host, port
+        try:
+            auth = Auth(token, clock)
+        except ValueError as error:
+            raise WebServerError(f"{error} ; remove api.token from the home: a new one is made") from error
+        try:
+            guard = Guard(auth, host, allowed_hosts)
+        except ValueError as error:
+            raise WebServerError(f"web.host or web.allowed_hosts: {error} ; give names or addresses") from error
+        self.streams = Streams()
+        self.app = web.Application(middlewares=[guard.middleware], client_max_size=MAX_BODY)
+        self.app.on_response_prepare.append(add_headers)
+        self.app.add_routes(Handlers(view, auth, guard, self.streams).routes())
+        self._runner: web.AppRunner | None = None
+
+    async def start(self) -> None:
+        """Listen. Raises PortInUse, WebServerError."""
+        # no access log: the address of a sign-in holds its code
+        runner = web.AppRunner(
+            self.app,
+            access_log=None,
+            handler_cancellation=True,
+            keepalive_timeout=IDLE_SECONDS,
+            shutdown_timeout=STOP_SECONDS,
+        )
+        await runner.setup()
+        try:
+            await web.TCPSite(runner, self.host, self.port).start()
+        except OSError as error:
+            await runner.cleanup()
+            raise self._unusable(error) from error
+        self._runner = runner
+
+    @property
+    def url(self) -> str:
+        """Where this machine reaches the server, without a trailing slash. Only while it runs."""
+        if self._runner is None:
+            raise WebServerError("the web server does not run ; start it first")
+        address, port = self._runner.addresses[0][:2]
+        ip = ipaddress.ip_address(address)
+        if ip.is_unspecified:
+            address = "::1" if ip.version == 6 else "127.0.0.1"
+        return f"http://[{address}]:{port}" if ip.version == 6 else f"http://{address}:{port}"
+
+    async def stop(self) -> None:
+        """Close everything within a second, streams first. Harmless when it does not run."""
+        runner, self._runner = self._runner, None
+        if runner is None:
+            return
+        self.streams.close()
+        await runner.cleanup()
+
+    def _unusable(self, error: OSError) -> WebServerError:
+        where = f"{self.host}:{self.port}"
+        if error.errno == errno.EADDRINUSE:
+            return PortInUse(
+                f"port {self.port} of {self.host} is in use (web.port) ; stop what uses it, or choose another: "
+                "shoal config set web.port N"
+            )
+        if error.errno == errno.EACCES:
+            return WebServerError(
+                f"not allowed to listen on {where} ; choose a port over 1023: shoal config set web.port N"
+            )
+        return WebServerError(
+            f"cannot listen on {where}: {error.strerror or error} ; shoal config set web.host 127.0.0.1"
+        )
