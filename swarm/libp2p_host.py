@@ -1,0 +1,468 @@
+"""The libp2p host, in trio: TCP + Noise + Yamux, GossipSub, Kademlia, one request per stream (swarm/framing.py).
+
+Lives in the bridge's thread and speaks to it only through `Calls` and plain values. py-libp2p 0.8.1 needs care:
+its listener shares a taken port (SO_REUSEPORT), it dials one TCP address per peer, it refuses to dial a peer that
+failed for a minute, and a peer that vanishes without a FIN is never noticed.
+"""
+
+import errno
+import logging
+import secrets
+import socket
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+
+import trio
+from libp2p import new_host
+from libp2p.abc import INetConn, INetStream, INetwork, INotifee
+from libp2p.crypto.ed25519 import create_new_key_pair
+from libp2p.custom_types import TProtocol
+from libp2p.exceptions import BaseLibp2pError
+from libp2p.host.ping import ID as PING_PROTOCOL
+from libp2p.host.ping import PING_LENGTH
+from libp2p.network.config import ConnectionConfig
+from libp2p.peer.id import ID
+from libp2p.peer.peerinfo import PeerInfo
+from libp2p.peer.peerstore import PeerStoreError
+from libp2p.rcmgr import new_resource_manager
+from libp2p.tools.anyio_service import background_trio_service
+from multiaddr import Multiaddr
+
+from swarm.framing import CHUNK_BYTES, FrameError, read_frame, write_frame
+from swarm.libp2p_addresses import ADDRESSES_PER_PEER, AddressBook, expand_unspecified, parse, without_peer
+from swarm.libp2p_dht import Dht
+from swarm.libp2p_gossip import Inbox, new_pubsub
+from swarm.transport import (
+    MAX_STREAMS_PER_PEER,
+    Event,
+    PeerConnected,
+    PeerDisconnected,
+    PeerUnreachable,
+    RequestFailed,
+    TransportError,
+)
+
+PUBLISH_INTERVAL = 0.005
+"""Seconds between two gossip messages of ours: a peer's 32 slots drain faster than that."""
+PUBLISH_QUEUE = 512
+MAX_CONNECTIONS = 128
+MAX_SERVED_STREAMS = 256
+REQUEST_READ_SECONDS = 10.0
+"""A requester must have sent its whole request by then."""
+HANDLER_SECONDS = 30.0
+ANSWER_WRITE_SECONDS = 10.0
+"""Time for a requester to take the answer, plus one second per 64 KiB."""
+PING_INTERVAL, PING_TIMEOUT = 15.0, 20.0
+"""A peer that vanished without closing its connection is given up after about this long."""
+DHT_REFRESH_SECONDS, DHT_LOOKUP_SECONDS = 60.0, 20.0
+ADDRESS_SECONDS = 24 * 3600
+CLOSE_SECONDS = 1.0
+
+STREAM_ERRORS = (BaseLibp2pError, FrameError, trio.BrokenResourceError, trio.ClosedResourceError, OSError)
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class HostSettings:
+    seed: bytes
+    """32-byte Ed25519 private key."""
+    listen: tuple[str, ...]
+    announce: tuple[str, ...]
+    """Multiaddrs to tell others instead of the listen addresses."""
+    psk: bytes | None
+
+
+@dataclass(frozen=True, slots=True)
+class Calls:
+    """How the host speaks to the other thread."""
+
+    emit: Callable[[Event], None]
+    answer: Callable[[str, str, bytes], Awaitable[bytes]]
+    """Run the handler of (protocol, peer, request) over there; raises RequestFailed when that failed."""
+
+
+class Libp2pHost:
+    """One libp2p host. Made and used in one trio run; counters may be read from any thread."""
+
+    def __init__(self, settings: HostSettings, calls: Calls) -> None:
+        self._settings = settings
+        self._calls = calls
+        # py-libp2p logs peers that go away and refused streams as warnings and errors; we report those ourselves.
+        logging.getLogger("libp2p").setLevel(logging.CRITICAL)
+        self._host = new_host(
+            key_pair=create_new_key_pair(settings.seed),
+            listen_addrs=[Multiaddr(address) for address in settings.listen],
+            muxer_preference="YAMUX",
+            psk=settings.psk.hex() if settings.psk is not None else None,
+            resource_manager=new_resource_manager(
+                enable_metrics=False,
+                # A node that trains is often short of memory and busy; neither is a reason to refuse peers.
+                enable_memory_limits=False,
+                enable_memory_pooling=False,
+                enable_circuit_breaker=False,
+                enable_graceful_degradation=False,
+            ),
+            connection_config=ConnectionConfig(
+                max_connections=MAX_CONNECTIONS,
+                high_watermark=MAX_CONNECTIONS,
+                # Whom to dial is the discovery service's business: the library would also dial banned peers.
+                min_connections=0,
+                low_watermark=0,
+            ),
+            addrs_factory=self._advertised,
+            disable_identify_address_discovery=True,
+        )
+        self._network = self._host.get_network()
+        self._peerstore = self._host.get_peerstore()
+        self._pubsub = new_pubsub(self._host)
+        self._inbox = Inbox(self._host.get_id(), calls.emit, trio.current_time)
+        self._dht = Dht(self._host)
+        self._dht_stale = trio.Event()
+        self._publish_send, self._publish_receive = trio.open_memory_channel[tuple[str, bytes]](PUBLISH_QUEUE)
+        self._nursery: trio.Nursery | None = None
+        self._book = AddressBook()
+        self._banned: set[str] = set()
+        self._streams: Counter[str] = Counter()
+        self.connected: dict[str, None] = {}
+        self.stream_bytes_in = self.stream_bytes_out = self.published = self.published_bytes = 0
+        self.dropped_publishes = 0
+
+    @property
+    def peer_id(self) -> str:
+        return str(self._host.get_id())
+
+    @property
+    def received(self) -> tuple[int, int]:
+        """Gossip messages delivered, and their bytes."""
+        return self._inbox.messages, self._inbox.bytes
+
+    def addresses(self) -> tuple[str, ...]:
+        return tuple(str(address) for address in self._host.get_addrs())
+
+    async def run(self, ready: Callable[[], None]) -> None:
+        """Serve until cancelled. Raises TransportError when it cannot listen."""
+        async with AsyncExitStack() as stack:
+            await stack.enter_async_context(self._host.run([]))
+            for address in self._settings.listen:
+                await self._listen(Multiaddr(address))
+            for service in (self._pubsub.router, self._pubsub, self._dht.service):
+                await stack.enter_async_context(background_trio_service(service))
+            await self._pubsub.wait_until_ready()
+            self._network.register_notifee(_Connections(self))
+            async with trio.open_nursery() as nursery:
+                self._nursery = nursery
+                nursery.start_soon(self._publish_paced)
+                nursery.start_soon(self._keep_dht_fresh)
+                nursery.start_soon(self._keep_alive)
+                ready()
+
+    async def _listen(self, address: Multiaddr) -> None:
+        ip, port = address.value_for_protocol(address.protocols()[0].name), int(address.value_for_protocol("tcp"))
+        # The library listens with SO_REUSEPORT, so a second node would silently share the port: ask the kernel first.
+        probe = socket.socket(socket.AF_INET6 if ":" in ip else socket.AF_INET)
+        try:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind((ip, port))
+        except OSError as error:
+            why = f"port {port} is taken" if error.errno == errno.EADDRINUSE else error.strerror
+            raise TransportError(
+                f"cannot listen on {address}: {why}; stop the program that holds it, or set another listen address "
+                f"(tcp/0 takes any free port)"
+            ) from error
+        finally:
+            probe.close()
+        if not await self._network.listen(address):
+            raise TransportError(f"cannot listen on {address}: set another listen address (tcp/0: any free port)")
+
+    def _advertised(self, listening: list[Multiaddr]) -> list[Multiaddr]:
+        announced = [Multiaddr(address) for address in self._settings.announce]
+        return announced or expand_unspecified(listening)
+
+    def _spawn(self, work: Callable[..., Awaitable[None]], *arguments: object) -> None:
+        if self._nursery is not None and not self._nursery.cancel_scope.cancel_called:
+            self._nursery.start_soon(self._contained, work, *arguments)
+
+    async def _contained(self, work: Callable[..., Awaitable[None]], *arguments: object) -> None:
+        """Whatever the library raises over one peer must not end the host for all of them."""
+        try:
+            await work(*arguments)
+        except Exception:
+            log.exception("%s%r failed", work.__name__, arguments)
+
+    # Connections
+
+    def joined(self, peer: str) -> None:
+        """There is a connection, and Noise has proven its peer id."""
+        if peer in self._banned:
+            self._spawn(self.disconnect, peer)
+        elif peer not in self.connected:
+            self._spawn(self._welcome, peer)
+
+    def left(self, peer: str) -> None:
+        """A connection is gone; another to the same peer may be left."""
+        if peer in self.connected and not self._network.get_connections(ID.from_base58(peer)):
+            del self.connected[peer]
+            self._inbox.forget(peer)
+            # Else the library skips identify when it comes back, and goes on dialling an address it may have left.
+            self._peerstore.clear_protocol_data(ID.from_base58(peer))
+            self._calls.emit(PeerDisconnected(peer))
+
+    async def _welcome(self, peer: str) -> None:
+        """Count a peer as connected once it has answered: one that bans us closes instead. Then tell the DHT."""
+        peer_id = ID.from_base58(peer)
+        if not await self._answers(peer) or peer in self.connected or peer in self._banned:
+            return
+        if not self._network.get_connections(peer_id):
+            return
+        self.connected[peer] = None
+        self._calls.emit(PeerConnected(peer))
+        with trio.move_on_after(10):
+            while peer in self.connected and not self._stored_addresses(peer_id):  # noqa: ASYNC110 - identify has no event
+                await trio.sleep(0.05)
+        self._book.add(peer, self._stored_addresses(peer_id))
+        await self._dht.meet(peer_id)
+        self._dht_stale.set()
+
+    def _stored_addresses(self, peer_id: ID) -> tuple[Multiaddr, ...]:
+        try:
+            return tuple(self._peerstore.addrs(peer_id))
+        except PeerStoreError:
+            return ()
+
+    async def connect(self, multiaddr: str) -> str:
+        """Dial; see Transport.connect. The caller holds the deadline."""
+        address, peer = parse(multiaddr)
+        if peer in self._banned:
+            raise PeerUnreachable(f"{peer} is banned here")
+        if peer in self.connected:
+            return peer
+        peer_id = ID.from_base58(peer)
+        known = [address] if address is not None else [*self._stored_addresses(peer_id), *self._book.get(peer)]
+        if not known:
+            known = await self._dht.addresses_of(peer_id)
+        candidates = list(dict.fromkeys(without_peer(candidate) for candidate in known))
+        failure: BaseLibp2pError | None = None
+        # One at a time: of several TCP addresses the library would only dial the first.
+        for candidate in candidates[:ADDRESSES_PER_PEER]:
+            self._peerstore.clear_addrs(peer_id)
+            self._peerstore.add_addrs(peer_id, [candidate], ADDRESS_SECONDS)
+            self._network.unblock_peer(peer_id)
+            try:
+                await self._host.connect(PeerInfo(peer_id, [candidate]))
+            except BaseLibp2pError as error:
+                failure = error
+                continue
+            while peer not in self.connected:
+                if not self._network.get_connections(peer_id):
+                    raise PeerUnreachable(f"{peer} closed the connection: it may be full or refuse this node")
+                await trio.sleep(0.002)
+            self._book.add(peer, (candidate,))
+            return peer
+        if candidates:
+            self._peerstore.add_addrs(peer_id, candidates, ADDRESS_SECONDS)
+        reason = f"none of its {len(candidates)} addresses answers" if candidates else "no address of it is known"
+        raise PeerUnreachable(f"cannot reach {multiaddr}: {reason}") from failure
+
+    async def disconnect(self, peer: str) -> None:
+        await self._network.close_peer(ID.from_base58(peer))
+        self.left(peer)
+
+    async def close_connections(self) -> None:
+        """Say goodbye to all peers at once, so that they need not find out."""
+        async with trio.open_nursery() as nursery:
+            for peer in tuple(self.connected):
+                nursery.start_soon(self._contained, self.disconnect, peer)
+
+    def ban(self, peer: str) -> None:
+        self._banned.add(peer)
+        peer_id = ID.from_base58(peer)
+        # Not Pubsub.add_to_blacklist: its background clean-up races with that of the closing connection.
+        self._pubsub.blacklisted_peers.add(peer_id)
+        self._dht.drop(peer_id)
+        self._book.forget(peer)
+        self._spawn(self.disconnect, peer)
+
+    async def _answers(self, peer: str) -> bool:
+        """One ping. A peer that vanished without closing its connection shows in no other way.
+
+        On a stream of its own: the library's PingService breaks when two pings of a peer overlap.
+        """
+        payload, echo = secrets.token_bytes(PING_LENGTH), b""
+        stream: INetStream | None = None
+        try:
+            with trio.move_on_after(PING_TIMEOUT):
+                stream = await self._host.new_stream(ID.from_base58(peer), [PING_PROTOCOL])
+                await stream.write(payload)
+                while len(echo) < PING_LENGTH:
+                    piece = await stream.read(PING_LENGTH - len(echo))
+                    if not piece:
+                        break
+                    echo += piece
+        except STREAM_ERRORS as error:
+            log.debug("ping of %s: %r", peer, error)
+        finally:
+            if stream is not None:
+                await self._finish(stream, whole=echo == payload)
+        return echo == payload
+
+    async def _keep_alive(self) -> None:
+        async def check(peer: str) -> None:
+            if not await self._answers(peer) and peer in self.connected:
+                await self.disconnect(peer)
+
+        while True:
+            await trio.sleep(PING_INTERVAL)
+            async with trio.open_nursery() as nursery:
+                for peer in tuple(self.connected):
+                    nursery.start_soon(self._contained, check, peer)
+
+    # Gossip
+
+    async def subscribe(self, topic: str, check: Callable[[str, bytes], bool] | None) -> None:
+        self._pubsub.set_topic_validator(topic, self._inbox.validator(topic, check), False)
+        subscription = await self._pubsub.subscribe(topic)
+
+        async def drain() -> None:
+            async for _ in subscription:
+                pass  # delivered by the validator already
+
+        self._spawn(drain)
+
+    async def publish(self, topic: str, data: bytes) -> None:
+        try:
+            self._publish_send.send_nowait((topic, data))
+        except trio.WouldBlock:
+            self.dropped_publishes += 1
+
+    async def _publish_paced(self) -> None:
+        async for topic, data in self._publish_receive:
+            await self._contained(self._pubsub.publish, topic, data)
+            self.published += 1
+            self.published_bytes += len(data)
+            await trio.sleep(PUBLISH_INTERVAL)
+
+    # Streams
+
+    def serve(self, protocol: str, max_request: int) -> None:
+        async def handle(stream: INetStream) -> None:
+            await self._serve_stream(stream, protocol, max_request)
+
+        self._host.set_stream_handler(TProtocol(protocol), handle)
+
+    async def _serve_stream(self, stream: INetStream, protocol: str, max_request: int) -> None:
+        peer = str(stream.muxed_conn.peer_id)
+        busy = self._streams[peer] >= MAX_STREAMS_PER_PEER or self._streams.total() >= MAX_SERVED_STREAMS
+        if busy or peer in self._banned:
+            await self._finish(stream, whole=False)
+            return
+        self._streams[peer] += 1
+        whole = False
+        try:
+            request = bytearray()
+            with trio.fail_after(REQUEST_READ_SECONDS):
+                await read_frame(stream, max_request, request.extend)
+            self.stream_bytes_in += len(request)
+            with trio.fail_after(HANDLER_SECONDS):
+                answer = await self._calls.answer(protocol, peer, bytes(request))
+            with trio.fail_after(ANSWER_WRITE_SECONDS + len(answer) / CHUNK_BYTES):
+                await write_frame(stream, answer)
+            self.stream_bytes_out += len(answer)
+            whole = True
+        except (*STREAM_ERRORS, RequestFailed, trio.TooSlowError) as error:
+            log.debug("stream of %s on %s reset: %r", peer, protocol, error)
+        except Exception:
+            log.exception("stream of %s on %s failed", peer, protocol)
+        finally:
+            self._streams[peer] -= 1
+            if not self._streams[peer]:
+                del self._streams[peer]
+            await self._finish(stream, whole=whole)
+
+    async def request(
+        self, peer: str, protocol: str, data: bytes, max_bytes: int, arrived: Callable[[bytes], None]
+    ) -> None:
+        """One request; see Transport.request. The caller holds the deadline."""
+        if peer not in self.connected:
+            await self.connect(f"/p2p/{peer}")
+        whole = False
+        stream: INetStream | None = None
+
+        def count(piece: bytes) -> None:
+            self.stream_bytes_in += len(piece)
+            arrived(piece)
+
+        try:
+            stream = await self._host.new_stream(ID.from_base58(peer), [TProtocol(protocol)])
+            await write_frame(stream, data)
+            self.stream_bytes_out += len(data)
+            await stream.close_write()
+            await read_frame(stream, max_bytes, count)
+            whole = True
+        except STREAM_ERRORS as error:
+            raise RequestFailed(f"{protocol} to {peer}: {error or type(error).__name__}") from error
+        finally:
+            if stream is not None:
+                await self._finish(stream, whole=whole)
+
+    async def _finish(self, stream: INetStream, *, whole: bool) -> None:
+        # Shielded: a cancelled request must still free its stream at the other end.
+        with trio.move_on_after(CLOSE_SECONDS) as scope:
+            scope.shield = True
+            try:
+                await (stream.close() if whole else stream.reset())
+            except STREAM_ERRORS as error:
+                log.debug("closing a stream: %r", error)
+
+    # DHT
+
+    async def _keep_dht_fresh(self) -> None:
+        """Refresh soon after a new peer and from time to time; the library does it every 10 minutes."""
+        while True:
+            self._dht_stale = trio.Event()
+            with trio.move_on_after(DHT_LOOKUP_SECONDS):
+                await self._contained(self._dht.refresh)
+            await trio.sleep(1.0)
+            with trio.move_on_after(DHT_REFRESH_SECONDS):
+                await self._dht_stale.wait()
+
+    async def provide(self, key: bytes) -> None:
+        with trio.move_on_after(DHT_LOOKUP_SECONDS):
+            await self._dht.provide(key)
+
+    async def find_providers(self, key: bytes, timeout: float) -> tuple[str, ...]:
+        found = dict.fromkeys(self._dht.stored_providers(key))
+
+        async def ask(holder: ID) -> None:
+            found.update(dict.fromkeys(await self._dht.ask(holder, key)))
+
+        with trio.move_on_after(timeout):
+            holders = await self._dht.closest(key)
+            async with trio.open_nursery() as nursery:
+                for holder in holders:
+                    nursery.start_soon(self._contained, ask, holder)
+        return tuple(peer for peer in found if peer != self.peer_id and peer not in self._banned)
+
+
+class _Connections(INotifee):
+    """Connection events of the library, one per connection, made into one per peer."""
+
+    def __init__(self, host: Libp2pHost) -> None:
+        self._owner = host
+
+    async def connected(self, network: INetwork, conn: INetConn) -> None:
+        if not conn.is_closed:
+            self._owner.joined(str(conn.muxed_conn.peer_id))
+
+    async def disconnected(self, network: INetwork, conn: INetConn) -> None:
+        self._owner.left(str(conn.muxed_conn.peer_id))
+
+    async def opened_stream(self, network: INetwork, stream: INetStream) -> None: ...
+
+    async def closed_stream(self, network: INetwork, stream: INetStream) -> None: ...
+
+    async def listen(self, network: INetwork, multiaddr: Multiaddr) -> None: ...
+
+    async def listen_close(self, network: INetwork, multiaddr: Multiaddr) -> None: ...
