@@ -50,7 +50,10 @@ class Fetcher:
         still missing. Raises FetchFailed, after at most MAX_REQUESTS deadlines.
         """
         # by rendezvous hash, so that not every node asks the same neighbours
-        others = sorted(self._transport.peers(), key=lambda peer: hashlib.sha256(digest + peer.encode()).digest())
+        others = sorted(
+            set(self._transport.peers()).difference(first),
+            key=lambda peer: hashlib.sha256(digest + peer.encode()).digest(),
+        )
         holders = deque(self._unshunned_first(dict.fromkeys((*first, *others[:NEIGHBOURS]))))
         asked_dht, problems = False, []
         sink, senders = bytearray(), set[str]()
@@ -68,6 +71,8 @@ class Fetcher:
             if problem:
                 problems.append(f"{peer[-8:]}: {problem}")
             if len(sink) < size:
+                if problem and peer in senders:  # it broke off, but it had the body
+                    holders.append(peer)
                 continue
             body = bytes(sink)
             if len(body) == size and hashlib.sha256(body).digest() == digest:

@@ -15,8 +15,8 @@ HALF_LIFE = 86400.0
 """Seconds after which what a peer did counts half."""
 DOUBT = 4.0
 """A newcomer's weight is 1/DOUBT; it takes about as many admitted groups to come to a half."""
-BAN_AT = 20.0
-"""Penalty from which a peer is banned, if it also outweighs what it did well; lifted once faded below half of it."""
+BAN_AT = 18.0
+"""Four grave offences within a few hours. Penalty from which a peer is banned, if it also outweighs what it did well; lifted once faded below half of it."""
 
 PENALTIES: dict[str, float] = {
     Reason.too_large: 5.0,
