@@ -53,9 +53,13 @@ class TrainConfig(Section):
     warmup_steps: int = Field(5, ge=0, description="linear warm-up, in steps")
     max_grad_norm: float = Field(1.0, gt=0, description="gradient clipping by global norm")
     advantage: Literal["grpo", "dr_grpo", "rloo"] = Field("grpo", description="advantage estimator")
-    loss: Literal["dapo", "ppo", "reinforce"] = Field("dapo", description="policy loss")
-    clip_low: float = Field(0.2, gt=0, lt=1, description="lower clip, distance from 1")
-    clip_high: float = Field(0.28, gt=0, description="upper clip, distance from 1")
+    loss: Literal["dapo", "ppo", "gspo", "cispo", "reinforce"] = Field("dapo", description="policy loss")
+    clip_low: float = Field(0.2, gt=0, lt=1, description="lower clip of dapo and ppo, distance from 1")
+    clip_high: float = Field(0.28, gt=0, description="upper clip of dapo and ppo, distance from 1")
+    gspo_clip_low: float = Field(3e-4, gt=0, lt=1, description="lower clip of gspo's sequence ratio, distance from 1")
+    gspo_clip_high: float = Field(4e-4, gt=0, description="upper clip of gspo's sequence ratio, distance from 1")
+    cispo_clip_low: float = Field(1.0, ge=0, le=1, description="lower clip of cispo's weight, distance from 1")
+    cispo_clip_high: float = Field(4.0, gt=0, description="upper clip of cispo's weight, distance from 1")
     dual_clip: float = Field(3.0, gt=1, description="dual clip c for negative advantages")
     aggregation: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"] = Field(
         "token-mean", description="how token losses become one number"

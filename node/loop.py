@@ -76,7 +76,7 @@ class Loop:
         async with p.progress.during("recover"):
             recovery = await asyncio.to_thread(p.checkpoints.latest)
             for problem in recovery.problems:
-                p.history.event(p.clock(), "warning", "checkpoint", problem)
+                p.history.event("warning", "checkpoint", problem)
             if recovery.directory is not None:
                 await p.device.run(p.trainer.load, recovery.directory, stage="load checkpoint")
             if recovery.state:
@@ -88,7 +88,7 @@ class Loop:
             except StepSkipped as skipped:
                 log.info("journalled step %d was skipped again: %s", record.step, skipped)
         if recovery.directory is not None or recovery.records:
-            p.history.event(p.clock(), "info", "resume", f"continues after step {p.trainer.step}")
+            p.history.event("info", "resume", f"continues after step {p.trainer.step}")
 
     async def run(self, steps: int | None) -> None:
         """Train until `steps` updates are done in all (None: for ever). Raises what is nobody's to catch here."""
@@ -104,7 +104,7 @@ class Loop:
                 skips = 0
             except StepSkipped as skipped:
                 skips += 1
-                p.history.event(p.clock(), "warning", "step", f"step {p.trainer.step + 1} skipped: {skipped}")
+                p.history.event("warning", "step", f"step {p.trainer.step + 1} skipped: {skipped}")
                 log.warning("step skipped: %s", skipped)
                 if skips >= SKIPS_BEFORE_ALARM:
                     p.progress.say("WAITING", f"{skips} steps in a row skipped: {skipped}", SKIP_ADVICE)
@@ -155,7 +155,7 @@ class Loop:
             try:
                 p.exchange.publish(group)
             except Rejected as refused:
-                p.history.event(p.clock(), "info", "share", f"own group not shared: {refused}")
+                p.history.event("info", "share", f"own group not shared: {refused}")
 
     def _pool_size(self) -> int:
         p = self.parts
@@ -203,7 +203,7 @@ class Loop:
         now = p.clock()
         p.progress.last_step_at = now
         update = {**asdict(stats), "update_seconds": now - started, "stages": dict(p.progress.stages)}
-        p.history.record_step(record.step, now, {**record.summary, **update})
+        p.history.record_step(record.step, {**record.summary, **update})
 
     # -- beside the line -------------------------------------------------------------------------------------
 
@@ -216,7 +216,7 @@ class Loop:
                     p.checkpoints.save, p.trainer.step, p.trainer.save, self._state(), stage="checkpoint"
                 )
             except CheckpointError as error:
-                p.history.event(p.clock(), "error", "checkpoint", str(error))
+                p.history.event("error", "checkpoint", str(error))
                 log.error("%s", error)
 
     async def _evaluate(self) -> None:
@@ -225,14 +225,14 @@ class Loop:
             scores = await held_out(p.engine, p.bundle, p.scorer, p.config, p.manifest)
             mean = sum(scores.values()) / len(scores)
             best = p.history.best_held_out()
-            p.history.record_evaluation(p.trainer.step, p.clock(), scores)
+            p.history.record_evaluation(p.trainer.step, scores)
             if p.trainer.step and (best is None or mean > best):
                 try:
                     await p.device.run(
                         p.checkpoints.save_best, p.trainer.step, mean, p.trainer.export, stage="checkpoint"
                     )
                 except CheckpointError as error:
-                    p.history.event(p.clock(), "error", "checkpoint", str(error))
+                    p.history.event("error", "checkpoint", str(error))
 
     def _say_training(self) -> None:
         p = self.parts

@@ -32,7 +32,7 @@ class Rescorer:
             length = len(encode_completion(self._bundle, completion.text, completion.finish))
             if completion.token_count > task.max_tokens or length > limit:
                 raise Rejected(
-                    Reason.OVER_BUDGET,
+                    Reason.over_budget,
                     f"completion {i}: {completion.token_count} tokens claimed, {length} here; "
                     f"the task allows {task.max_tokens}",
                 )

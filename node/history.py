@@ -1,0 +1,113 @@
+"""What happened: steps, held-out scores and events, in node.db beside the experience (swarm/experience.py)."""
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from swarm.database import Database
+
+VERSION = 1
+MAX_EVENTS = 10_000
+TRIM_EVERY = 100
+SCHEMA = """
+CREATE TABLE steps (step INTEGER PRIMARY KEY, at REAL NOT NULL, record TEXT NOT NULL, foreign_groups INTEGER NOT NULL);
+CREATE TABLE evaluations (step INTEGER PRIMARY KEY, at REAL NOT NULL, mean REAL NOT NULL, scores TEXT NOT NULL);
+CREATE TABLE events (
+    id INTEGER PRIMARY KEY AUTOINCREMENT, at REAL NOT NULL, level TEXT NOT NULL, kind TEXT NOT NULL, message TEXT NOT NULL
+)"""
+
+
+class History:
+    """Used from the asyncio thread. Raises swarm.database.StoreError, and StoreFull when the disk is full.
+
+    A step replayed after a restart is written again under its own number, so no step is in here twice.
+    """
+
+    def __init__(self, path: Path, clock: Callable[[], float]) -> None:
+        self._database, self._clock = Database(path), clock
+        self._database.migrate("history_version", VERSION, SCHEMA)
+
+    def close(self) -> None:
+        self._database.close()
+
+    # -- steps -----------------------------------------------------------------------------------------------
+
+    def record_step(self, step: int, record: Mapping[str, Any]) -> None:
+        """Keep what a step did; `record` is JSON values with at least `foreign_groups`."""
+        self._database.execute(
+            "INSERT OR REPLACE INTO steps VALUES (?, ?, ?, ?)",
+            step,
+            self._clock(),
+            json.dumps(record),
+            record["foreign_groups"],
+        )
+
+    def steps(self, after: int, limit: int) -> list[dict[str, Any]]:
+        """Records of steps > `after`, oldest first, each with `step` and `at` (unix seconds)."""
+        rows = self._database.all("SELECT * FROM steps WHERE step > ? ORDER BY step LIMIT ?", after, limit)
+        return [_step(row) for row in rows]
+
+    def first_step(self) -> dict[str, Any] | None:
+        row = self._database.one("SELECT * FROM steps ORDER BY step LIMIT 1")
+        return None if row is None else _step(row)
+
+    def last_step(self) -> dict[str, Any] | None:
+        row = self._database.one("SELECT * FROM steps ORDER BY step DESC LIMIT 1")
+        return None if row is None else _step(row)
+
+    def trained_foreign(self) -> int:
+        """Foreign groups that went into updates, each use counted."""
+        row = self._database.one("SELECT COALESCE(SUM(foreign_groups), 0) FROM steps")
+        return 0 if row is None else int(row[0])
+
+    # -- held-out scores -------------------------------------------------------------------------------------
+
+    def record_evaluation(self, step: int, scores: Mapping[str, float]) -> None:
+        """Keep the held-out mean reward of each environment."""
+        mean = sum(scores.values()) / len(scores)
+        self._database.execute(
+            "INSERT OR REPLACE INTO evaluations VALUES (?, ?, ?, ?)", step, self._clock(), mean, json.dumps(scores)
+        )
+
+    def evaluations(self) -> list[dict[str, Any]]:
+        """All of them, oldest first: `step`, `at`, `mean` and `scores` by environment."""
+        rows = self._database.all("SELECT step, at, mean, scores FROM evaluations ORDER BY step")
+        return [{"step": step, "at": at, "mean": mean, "scores": json.loads(s)} for step, at, mean, s in rows]
+
+    def held_out_start(self) -> float | None:
+        return self._mean("ORDER BY step LIMIT 1")
+
+    def held_out_latest(self) -> float | None:
+        return self._mean("ORDER BY step DESC LIMIT 1")
+
+    def best_held_out(self) -> float | None:
+        return self._mean("ORDER BY mean DESC LIMIT 1")
+
+    def _mean(self, which: str) -> float | None:
+        row = self._database.one(f"SELECT mean FROM evaluations {which}")
+        return None if row is None else float(row[0])
+
+    # -- events ----------------------------------------------------------------------------------------------
+
+    def event(self, level: str, kind: str, message: str) -> None:
+        """Keep something a person should see; the latest MAX_EVENTS are kept."""
+        self._database.execute(
+            "INSERT INTO events (at, level, kind, message) VALUES (?, ?, ?, ?)", self._clock(), level, kind, message
+        )
+        (newest,) = self._database.one("SELECT MAX(id) FROM events") or (0,)
+        if newest % TRIM_EVERY == 0:
+            self._database.execute("DELETE FROM events WHERE id <= ?", newest - MAX_EVENTS)
+
+    def events(self, after: int | None, limit: int) -> list[dict[str, Any]]:
+        """Events with id > `after`, oldest first; None: the newest `limit` ones."""
+        if after is None:
+            rows = self._database.all("SELECT * FROM events ORDER BY id DESC LIMIT ?", limit)[::-1]
+        else:
+            rows = self._database.all("SELECT * FROM events WHERE id > ? ORDER BY id LIMIT ?", after, limit)
+        return [dict(zip(("id", "at", "level", "kind", "message"), row, strict=True)) for row in rows]
+
+
+def _step(row: tuple[Any, ...]) -> dict[str, Any]:
+    step, at, record, _ = row
+    return {"step": step, "at": at, **json.loads(record)}
