@@ -228,7 +228,7 @@ class Daemon:
             exchange=exchange,
             store=self.store,
             sampler=Sampler(config.node.seed),
-            checkpoints=CheckpointStore(self.home.checkpoints, config.checkpoint.keep, self.clock),
+            checkpoints=CheckpointStore(self.home.checkpoints, config.checkpoint.keep),
             history=self.history,
             progress=self.progress,
             clock=self.clock,
@@ -254,7 +254,7 @@ class Daemon:
     def _goodbye(self) -> None:
         """Say what is saved, and close the files."""
         if self.loop is not None:
-            trainer, base = self.loop.parts.trainer, self.loop.parts.checkpoints.base_step()
+            trainer, base = self.loop.parts.trainer, self.loop.parts.checkpoints.base
             saved = (
                 f"step {trainer.step} is saved (checkpoint of step {base} and {trainer.step - base} journalled updates)"
             )

@@ -15,12 +15,13 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from node.assign import DataPosition
-from node.checkpoint import CheckpointError, CheckpointStore, JournalRecord
+from node.checkpoint import CheckpointError, CheckpointStore
 from node.config import Config
 from node.device import Device
 from node.evaluate import held_out
 from node.history import History
 from node.interfaces import Batch, Engine, Interrupted, StepSkipped, Trainer, UpdateStats
+from node.journal import JournalRecord
 from node.models import ModelBundle
 from node.progress import Progress
 from node.rollouts import Rollout, from_group, sample, sampling_seed, to_group, train_group

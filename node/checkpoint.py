@@ -1,0 +1,283 @@
+"""Checkpoints: full ones now and then, and a journal of the updates between them.
+
+A full checkpoint of the embedded model is 1.6 GB: written every step it would wear out a disk. A step is therefore
+saved by what its update consumed (node/journal.py, some ten KB), and a start repeats those updates on top of the newest
+good checkpoint. Kept checkpoints form a chain: when the newest one is damaged, the one before and its journals lead to
+the same step.
+
+    checkpoints/step-50/            files of the trainer, state.json, files.json (size and CRC-32 of each)
+    checkpoints/journal-50.bin      updates after step 50 (journal-0.bin: after the initial model)
+    checkpoints/best/               weights for inference with the best held-out score, with best.json
+"""
+
+import json
+import logging
+import os
+import re
+import shutil
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+
+from node import journal
+from node.journal import JournalRecord
+
+log = logging.getLogger(__name__)
+
+FILES, STATE, BEST = "files.json", "state.json", "best.json"
+ASIDE = ".aside-"
+CHUNK = 1 << 22
+FREE_MARGIN = 64 << 20
+"""Bytes left free besides what a checkpoint takes, for the journal and the database."""
+
+
+class CheckpointError(Exception):
+    """A checkpoint could not be written or read; the message names the path, what is wrong and the fix."""
+
+
+@dataclass(frozen=True, slots=True)
+class Recovery:
+    """What a start has to do: load `directory` (None: keep the initial model), then repeat `records` in order."""
+
+    directory: Path | None
+    step: int
+    state: Mapping[str, Any] | None
+    records: Sequence[JournalRecord]
+    problems: Sequence[str] = field(default=())
+    """What was damaged, and what was done about it, for a person to read."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One checkpoint as `shoal checkpoint list` shows it."""
+
+    name: str
+    step: int
+    path: Path
+    size: int
+    at: float
+    score: float | None = None
+
+
+class CheckpointStore:
+    """Checkpoints and journals of one node. Used from one thread at a time."""
+
+    def __init__(self, directory: Path, keep: int) -> None:
+        self.directory, self.keep = directory, keep
+        self._base = 0
+        self._size = 0
+
+    @property
+    def base(self) -> int:
+        """Step of the checkpoint that the current journal follows (0: the initial model)."""
+        return self._base
+
+    # -- reading ---------------------------------------------------------------------------------------------
+
+    def latest(self) -> Recovery:
+        """The furthest step that can be reached, from the newest checkpoint that is whole. Raises CheckpointError.
+
+        Cuts torn journal tails and removes what a killed save left behind, so the store can be written to afterwards.
+        """
+        self.directory.mkdir(parents=True, exist_ok=True)
+        for leftover in self.directory.glob(f"{ASIDE}*"):
+            shutil.rmtree(leftover)
+        problems: list[str] = []
+        steps = self._steps()
+        for step in [*reversed(steps), 0]:
+            path = self._path(step)
+            if step and (fault := damage(path)):
+                problems.append(f"checkpoint {path.name} is damaged ({fault}); going on from the one before")
+                log.error("%s", problems[-1])
+                path.replace(self.directory / f"damaged-{path.name}")
+                continue
+            if step == 0 and steps and not self._journal(0).exists():
+                raise CheckpointError(
+                    f"no checkpoint in {self.directory} is whole and the first steps' journal is gone; "
+                    "restore a backup, or move the directory away to start from the initial model"
+                )
+            state = json.loads((path / STATE).read_text()) if step else None
+            records = self._records_from(step, problems)
+            self._base = step if not records else self._last_base(step)
+            return Recovery(path if step else None, step, state, records, problems)
+        raise AssertionError("unreachable: step 0 always returns or raises")
+
+    def _records_from(self, step: int, problems: list[str]) -> list[JournalRecord]:
+        """Journalled updates after `step`, through the journals of later (damaged) checkpoints too."""
+        records: list[JournalRecord] = []
+        for base in sorted(base for base in self._journals() if base >= step):
+            path = self._journal(base)
+            reached = records[-1].step if records else step
+            found, length = journal.read(path)
+            if base > reached:
+                problems.append(
+                    f"{path.name} begins after step {base}, but only step {reached} can be reached; left out"
+                )
+                path.replace(path.with_name(f"damaged-{path.name}"))
+                continue
+            if length < path.stat().st_size:
+                problems.append(f"{path.name}: a record was torn by a kill and is dropped; its update had not begun")
+                journal.cut(path, length)
+            records += found
+        return records
+
+    def _last_base(self, step: int) -> int:
+        return max([base for base in self._journals() if base >= step], default=step)
+
+    def entries(self) -> list[Entry]:
+        """All checkpoints, oldest first, the best one last."""
+        found = []
+        for path in [*(self._path(step) for step in self._steps()), self.directory / "best"]:
+            if not path.is_dir():
+                continue
+            best = json.loads((path / BEST).read_text()) if (path / BEST).exists() else {}
+            step = int(best["step"]) if best else int(path.name.removeprefix("step-"))
+            size = sum(file.stat().st_size for file in path.iterdir())
+            found.append(Entry(path.name, step, path, size, path.stat().st_mtime, best.get("score")))
+        return found
+
+    def find(self, name: str) -> Entry:
+        """'latest', 'best', a step number or a directory name. Raises CheckpointError naming what there is."""
+        entries = self.entries()
+        numbered = [entry for entry in entries if entry.name != "best"]
+        if name == "latest" and numbered:
+            return numbered[-1]
+        for entry in entries:
+            if name == entry.name or (entry.name != "best" and name == str(entry.step)):
+                return entry
+        there = ", ".join(entry.name for entry in entries) or "none yet"
+        raise CheckpointError(f"no checkpoint {name!r} in {self.directory}; there is: {there}")
+
+    # -- writing ---------------------------------------------------------------------------------------------
+
+    def append(self, record: JournalRecord) -> None:
+        """Journal an update before it is applied. Raises CheckpointError (the disk is full or broken)."""
+        path = self._journal(self._base)
+        fresh = not path.exists()
+        try:
+            journal.append(path, record)
+            if fresh:
+                _sync(self.directory)
+        except OSError as error:
+            raise CheckpointError(
+                f"{path}: the step cannot be journalled ({error.strerror}); free some disk: training waits for it"
+            ) from error
+
+    def save(self, step: int, write: Callable[[Path], None], state: Mapping[str, Any]) -> Path:
+        """Write a full checkpoint of `step` with `write(directory)`; a new journal begins. Raises CheckpointError.
+
+        Whatever fails leaves the checkpoints and the journal as they were.
+        """
+        target = self._path(step)
+
+        def fill(aside: Path) -> None:
+            write(aside)
+            (aside / STATE).write_text(json.dumps(state))
+
+        self._write(target, fill)
+        self._base = step
+        for old in self._steps()[: -self.keep]:
+            shutil.rmtree(self._path(old))
+        oldest = self._steps()[0]
+        for base in self._journals():
+            if base < oldest:
+                self._journal(base).unlink()
+        return target
+
+    def save_best(self, step: int, score: float, export: Callable[[Path], None]) -> None:
+        """Replace the best weights. Raises CheckpointError; the ones before stay then."""
+
+        def fill(aside: Path) -> None:
+            export(aside)
+            (aside / BEST).write_text(json.dumps({"step": step, "score": score}))
+
+        self._write(self.directory / "best", fill)
+
+    def _write(self, target: Path, fill: Callable[[Path], None]) -> None:
+        aside = self.directory / f"{ASIDE}{target.name}"
+        free = shutil.disk_usage(self.directory).free
+        need = self._size or max((entry.size for entry in self.entries() if entry.name != "best"), default=0)
+        if target.name != "best" and free < need + FREE_MARGIN:
+            raise CheckpointError(
+                f"{target} needs {(need + FREE_MARGIN) >> 20} MB, {free >> 20} MB are free; free some disk or lower "
+                "checkpoint.keep: until then every step is journalled, and a restart takes longer"
+            )
+        try:
+            shutil.rmtree(aside, ignore_errors=True)
+            aside.mkdir(mode=0o700)
+            fill(aside)
+            listing = {file.name: [file.stat().st_size, _checksum(file)] for file in sorted(aside.iterdir())}
+            (aside / FILES).write_text(json.dumps(listing))
+            for file in aside.iterdir():
+                _sync(file)
+            _sync(aside)
+            if target.exists():
+                old = self.directory / f"{ASIDE}old-{target.name}"
+                target.replace(old)
+                aside.replace(target)
+                shutil.rmtree(old)
+            else:
+                aside.replace(target)
+            _sync(self.directory)
+        except (OSError, SafetensorError) as error:
+            shutil.rmtree(aside, ignore_errors=True)
+            raise CheckpointError(
+                f"{target} could not be written ({error}); free some disk: every step is journalled meanwhile"
+            ) from error
+        if target.name != "best":
+            self._size = sum(size for size, _ in listing.values())
+
+    # -- names -----------------------------------------------------------------------------------------------
+
+    def _path(self, step: int) -> Path:
+        return self.directory / f"step-{step}"
+
+    def _journal(self, base: int) -> Path:
+        return self.directory / f"journal-{base}.bin"
+
+    def _steps(self) -> list[int]:
+        return _numbers(self.directory, r"step-(\d+)")
+
+    def _journals(self) -> list[int]:
+        return _numbers(self.directory, r"journal-(\d+)\.bin")
+
+
+def damage(checkpoint: Path) -> str | None:
+    """What is wrong with a checkpoint's files, or None. Reads all of them."""
+    try:
+        listing = json.loads((checkpoint / FILES).read_text())
+        for name, (size, checksum) in listing.items():
+            file = checkpoint / name
+            if file.stat().st_size != size:
+                return f"{name} has {file.stat().st_size} bytes, not {size}"
+            if _checksum(file) != checksum:
+                return f"{name} has changed"
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        return str(error)
+    return None
+
+
+def _numbers(directory: Path, pattern: str) -> list[int]:
+    matches = (re.fullmatch(pattern, path.name) for path in directory.iterdir())
+    return sorted(int(match[1]) for match in matches if match)
+
+
+def _checksum(file: Path) -> int:
+    """CRC-32: it finds damage at 1 GB/s; nobody is defended against here."""
+    value = 0
+    with file.open("rb") as content:
+        while chunk := content.read(CHUNK):
+            value = zlib.crc32(chunk, value)
+    return value
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,78 @@
+"""The write-ahead journal of updates: what an update consumes is on disk before the update happens.
+
+A file holds records, each [length, crc32] (little-endian uint32) and msgpack bytes. Only its tail can be torn by a
+kill; a torn tail is cut off, since its update has not begun.
+"""
+
+import os
+import struct
+import zlib
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from node.interfaces import Batch
+
+HEADER = struct.Struct("<II")
+MAX_RECORD_BYTES = 1 << 30
+
+
+class JournalRecord(msgspec.Struct, frozen=True, array_like=True):
+    """One update and where the node stands after it."""
+
+    step: int
+    batch: Batch
+    state: dict[str, Any]
+    """Data position and sampler after the step's choices, as JSON values."""
+    summary: dict[str, Any]
+    """What the history keeps of the step besides the update's own numbers."""
+
+
+_decoder = msgspec.msgpack.Decoder(JournalRecord)
+
+
+def append(path: Path, record: JournalRecord) -> int:
+    """Add a record and fsync; returns its size. A failed write is taken back. Raises OSError."""
+    content = msgspec.msgpack.encode(record)
+    framed = HEADER.pack(len(content), zlib.crc32(content)) + content
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    try:
+        before = os.fstat(descriptor).st_size
+        try:
+            written = 0
+            while written < len(framed):
+                written += os.write(descriptor, framed[written:])
+            os.fsync(descriptor)
+        except OSError:
+            os.ftruncate(descriptor, before)
+            raise
+    finally:
+        os.close(descriptor)
+    return len(framed)
+
+
+def read(path: Path) -> tuple[list[JournalRecord], int]:
+    """Good records of a journal and the length they take; what follows is torn or damaged. Raises OSError."""
+    content = path.read_bytes()
+    records: list[JournalRecord] = []
+    at = 0
+    while at + HEADER.size <= len(content):
+        length, checksum = HEADER.unpack_from(content, at)
+        body = content[at + HEADER.size : at + HEADER.size + length]
+        if length > MAX_RECORD_BYTES or len(body) < length or zlib.crc32(body) != checksum:
+            break
+        try:
+            records.append(_decoder.decode(body))
+        except msgspec.DecodeError:
+            break
+        at += HEADER.size + length
+    return records, at
+
+
+def cut(path: Path, length: int) -> None:
+    """Cut off a torn tail, so that records appended next are readable. Raises OSError."""
+    with path.open("r+b") as file:
+        file.truncate(length)
+        file.flush()
+        os.fsync(file.fileno())
