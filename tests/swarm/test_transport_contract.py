@@ -1,0 +1,385 @@
+"""What every `swarm.transport.Transport` promises, held against the in-memory hub and against libp2p."""
+
+import asyncio
+import time
+
+import pytest
+
+from swarm.transport import (
+    MAX_STREAMS_PER_PEER,
+    Message,
+    PeerConnected,
+    PeerDisconnected,
+    PeerUnreachable,
+    RequestFailed,
+    TransportError,
+)
+
+TOPIC = "/shoal/test/announce/0"
+ECHO = "/shoal/echo/1.0.0"
+BODY = bytes(range(256)) * 40_000
+
+
+async def echo(peer: str, data: bytes) -> bytes:
+    return data
+
+
+async def body_from(peer: str, data: bytes) -> bytes:
+    return BODY[int.from_bytes(data, "big") :]
+
+
+async def silent(peer: str, data: bytes) -> bytes:
+    await asyncio.sleep(3600)
+    return b""
+
+
+async def test_connect_is_seen_on_both_sides(network, read):
+    a, b = await network.start(2)
+    seen_a, seen_b = read(a), read(b)
+    assert await a.connect(b.addresses()[0], timeout=5) == b.peer_id == network.identity(1).peer_id
+    assert a.peers() == (b.peer_id,)
+    await seen_a.saw(PeerConnected(b.peer_id))
+    await seen_b.saw(PeerConnected(a.peer_id))
+    assert b.peers() == (a.peer_id,)
+    assert await a.connect(b.addresses()[0], timeout=5) == b.peer_id
+    await asyncio.sleep(0.1)
+    assert seen_a.events == [PeerConnected(b.peer_id)]
+
+
+async def test_an_address_names_its_peer(network):
+    (a,) = await network.start(1)
+    assert a.addresses()
+    assert all(address.endswith(f"/p2p/{a.peer_id}") for address in a.addresses())
+
+
+async def test_connect_to_nobody_is_unreachable_in_time(network):
+    a, b = await network.start(2)
+    address = b.addresses()[0]
+    await b.stop()
+    begin = time.monotonic()
+    with pytest.raises(PeerUnreachable, match=b.peer_id):
+        await a.connect(address, timeout=2)
+    assert time.monotonic() - begin < 3
+
+
+@pytest.mark.parametrize("address", ["", "/ip4/127.0.0.1/tcp/4001", "nonsense", "/ip4/127.0.0.1/tcp/4001/p2p/"])
+async def test_connect_to_what_names_no_peer(network, address):
+    (a,) = await network.start(1)
+    with pytest.raises(PeerUnreachable, match="peer"):
+        await a.connect(address, timeout=1)
+
+
+async def test_disconnect_is_seen_on_both_sides(network, read):
+    a, b = await network.line(2)
+    seen_a, seen_b = read(a), read(b)
+    await a.disconnect(b.peer_id)
+    assert a.peers() == ()
+    await seen_a.saw(PeerDisconnected(b.peer_id))
+    await seen_b.saw(PeerDisconnected(a.peer_id))
+    assert b.peers() == ()
+    await a.disconnect(b.peer_id)
+
+
+async def test_a_peer_that_stops_is_seen_to_leave_and_may_come_back(network, read, wait_until):
+    a, b = await network.line(2)
+    seen = read(a)
+    await b.stop()
+    await seen.saw(PeerDisconnected(b.peer_id))
+    await b.start()
+    await b.connect(a.addresses()[0], timeout=5)
+    await wait_until(lambda: len(seen.events) >= 3)
+    assert seen.events == [PeerConnected(b.peer_id), PeerDisconnected(b.peer_id), PeerConnected(b.peer_id)]
+
+
+async def test_gossip_goes_both_ways(network, read):
+    a, b = await network.line(2)
+    seen_a, seen_b = read(a), read(b)
+    await a.subscribe(TOPIC)
+    await b.subscribe(TOPIC)
+    await asyncio.sleep(0.2)
+    await a.publish(TOPIC, b"from a")
+    await b.publish(TOPIC, b"from b")
+    await seen_b.saw(Message(TOPIC, a.peer_id, b"from a"))
+    await seen_a.saw(Message(TOPIC, b.peer_id, b"from b"))
+    assert seen_a.messages == [b"from b"]
+    assert a.stats().messages_out == 1
+    assert a.stats().messages_in == 1
+
+
+async def test_gossip_is_relayed_once(network, read, wait_until):
+    a, b, c = await network.line(3)
+    seen_b, seen_c = read(b), read(c)
+    for transport in (a, b, c):
+        await transport.subscribe(TOPIC)
+    await asyncio.sleep(0.2)
+    for number in range(5):
+        await a.publish(TOPIC, b"%d" % number)
+    await wait_until(lambda: len(seen_c.messages) >= 5 and len(seen_b.messages) >= 5)
+    await asyncio.sleep(0.1)
+    assert sorted(seen_b.messages) == sorted(seen_c.messages) == [b"0", b"1", b"2", b"3", b"4"]
+
+
+async def test_a_message_that_fails_the_check_is_not_delivered(network, read):
+    a, b = await network.line(2)
+    seen, checked = read(b), []
+
+    def check(forwarder: str, data: bytes) -> bool:
+        checked.append((forwarder, data))
+        return data == b"good"
+
+    await a.subscribe(TOPIC)
+    await b.subscribe(TOPIC, check)
+    await asyncio.sleep(0.2)
+    await a.publish(TOPIC, b"bad")
+    await a.publish(TOPIC, b"good")
+    await seen.saw(Message(TOPIC, a.peer_id, b"good"))
+    assert seen.messages == [b"good"]
+    assert sorted(checked) == sorted([(a.peer_id, b"bad"), (a.peer_id, b"good")])
+
+
+async def test_gossip_is_small(network):
+    (a,) = await network.start(1)
+    await a.subscribe(TOPIC)
+    await a.publish(TOPIC, bytes(2048))
+    with pytest.raises(TransportError, match="2049 bytes.*limit of 2048"):
+        await a.publish(TOPIC, bytes(2049))
+
+
+async def test_request_and_answer(network):
+    a, b = await network.line(2)
+
+    async def whoami(peer: str, data: bytes) -> bytes:
+        return peer.encode() + data
+
+    b.serve("/shoal/whoami/1.0.0", whoami, max_request=100)
+    answer = await a.request(b.peer_id, "/shoal/whoami/1.0.0", b"!", max_bytes=1000, timeout=5)
+    assert answer == a.peer_id.encode() + b"!"
+    b.serve(ECHO, echo, max_request=0)
+    assert await a.request(b.peer_id, ECHO, b"", max_bytes=0, timeout=5) == b""
+
+
+async def test_request_in_both_directions_of_a_connection(network):
+    a, b = await network.line(2)
+    a.serve(ECHO, echo, max_request=100)
+    assert await b.request(a.peer_id, ECHO, b"back", max_bytes=100, timeout=5) == b"back"
+
+
+async def test_request_to_a_stranger_is_unreachable(network):
+    a, b = await network.start(2)
+    with pytest.raises(TransportError):
+        await a.request(network.identity(99).peer_id, ECHO, b"", max_bytes=1, timeout=2)
+
+
+async def test_unknown_protocol_fails(network):
+    a, b = await network.line(2)
+    with pytest.raises(RequestFailed, match="/shoal/none"):
+        await a.request(b.peer_id, "/shoal/none/1.0.0", b"", max_bytes=1, timeout=5)
+
+
+async def test_a_handler_that_raises_fails_the_request_only(network):
+    a, b = await network.line(2)
+
+    async def broken(peer: str, data: bytes) -> bytes:
+        raise ValueError("no such thing")
+
+    b.serve("/shoal/broken/1.0.0", broken, max_request=10)
+    b.serve(ECHO, echo, max_request=10)
+    with pytest.raises(RequestFailed, match="/shoal/broken"):
+        await a.request(b.peer_id, "/shoal/broken/1.0.0", b"", max_bytes=1, timeout=5)
+    assert await a.request(b.peer_id, ECHO, b"still here", max_bytes=10, timeout=5) == b"still here"
+
+
+async def test_a_silent_handler_costs_the_timeout_and_is_cancelled(network, wait_until):
+    a, b = await network.line(2)
+    ended = []
+
+    async def watched(peer: str, data: bytes) -> bytes:
+        try:
+            return await silent(peer, data)
+        finally:
+            ended.append(True)
+
+    b.serve("/shoal/silent/1.0.0", watched, max_request=10)
+    begin = time.monotonic()
+    with pytest.raises(RequestFailed, match=r"within 0\.3 s"):
+        await a.request(b.peer_id, "/shoal/silent/1.0.0", b"", max_bytes=1, timeout=0.3)
+    assert 0.25 < time.monotonic() - begin < 1.5
+    await b.stop()
+    await wait_until(lambda: bool(ended))
+
+
+async def test_an_answer_over_the_cap_is_not_read(network):
+    a, b = await network.line(2)
+    b.serve(ECHO, echo, max_request=10_000)
+    sink = bytearray(b"before")
+    with pytest.raises(RequestFailed, match="1001 bytes"):
+        await a.request(b.peer_id, ECHO, bytes(1001), max_bytes=1000, timeout=5, sink=sink)
+    assert sink == b"before"
+    assert len(await a.request(b.peer_id, ECHO, bytes(1000), max_bytes=1000, timeout=5)) == 1000
+
+
+async def test_a_request_over_the_cap_is_not_served(network):
+    a, b = await network.line(2)
+    served = []
+
+    async def count(peer: str, data: bytes) -> bytes:
+        served.append(len(data))
+        return b""
+
+    b.serve("/shoal/count/1.0.0", count, max_request=100)
+    with pytest.raises(RequestFailed):
+        await a.request(b.peer_id, "/shoal/count/1.0.0", bytes(101), max_bytes=10, timeout=5)
+    await a.request(b.peer_id, "/shoal/count/1.0.0", bytes(100), max_bytes=10, timeout=5)
+    assert served == [100]
+
+
+async def test_a_broken_answer_is_resumed_elsewhere(network, wait_until):
+    a, b, c = await network.start(3)
+    for holder in (b, c):
+        holder.serve("/shoal/body/1.0.0", body_from, max_request=8)
+        await a.connect(holder.addresses()[0], timeout=5)
+    sink = bytearray()
+    pull = asyncio.create_task(
+        a.request(b.peer_id, "/shoal/body/1.0.0", b"", max_bytes=len(BODY), timeout=20, sink=sink)
+    )
+    await wait_until(lambda: len(sink) > 0)
+    await b.stop()
+    with pytest.raises(RequestFailed):
+        await pull
+    have = len(sink)
+    assert 0 < have < len(BODY)
+    await asyncio.sleep(0.1)
+    assert len(sink) == have
+    rest = await a.request(
+        c.peer_id, "/shoal/body/1.0.0", have.to_bytes(4, "big"), max_bytes=len(BODY), timeout=20, sink=sink
+    )
+    assert rest == BODY[have:]
+    assert sink == BODY
+
+
+async def test_requests_run_side_by_side(network):
+    a, b = await network.line(2)
+
+    async def slow(peer: str, data: bytes) -> bytes:
+        await asyncio.sleep(0.3)
+        return data * 1000
+
+    b.serve("/shoal/slow/1.0.0", slow, max_request=10)
+    begin = time.monotonic()
+    answers = await asyncio.gather(
+        *(a.request(b.peer_id, "/shoal/slow/1.0.0", b"%02d" % i, max_bytes=10_000, timeout=20) for i in range(20))
+    )
+    assert answers == [b"%02d" % i * 1000 for i in range(20)]
+    assert time.monotonic() - begin < 20 * 0.3
+
+
+async def test_one_peer_cannot_take_every_stream(network):
+    a, b = await network.line(2)
+    b.serve("/shoal/silent/1.0.0", silent, max_request=10)
+    begin = time.monotonic()
+    outcomes = await asyncio.gather(
+        *(
+            a.request(b.peer_id, "/shoal/silent/1.0.0", b"", max_bytes=1, timeout=3)
+            for _ in range(MAX_STREAMS_PER_PEER + 5)
+        ),
+        return_exceptions=True,
+    )
+    assert time.monotonic() - begin < 6
+    refused = [outcome for outcome in outcomes if "within 3 s" not in str(outcome)]
+    assert all(isinstance(outcome, RequestFailed) for outcome in outcomes)
+    assert len(refused) == 5
+
+
+async def test_a_banned_peer_is_gone_and_cannot_return(network, read, wait_until):
+    a, b = await network.line(2)
+    seen_a, seen_b = read(a), read(b)
+    await a.subscribe(TOPIC)
+    await b.subscribe(TOPIC)
+    a.ban(b.peer_id)
+    await seen_a.saw(PeerDisconnected(b.peer_id))
+    await seen_b.saw(PeerDisconnected(a.peer_id))
+    with pytest.raises(PeerUnreachable):
+        await b.connect(a.addresses()[0], timeout=2)
+    with pytest.raises(PeerUnreachable, match=b.peer_id):
+        await a.connect(b.addresses()[0], timeout=2)
+    await b.publish(TOPIC, b"heard?")
+    await asyncio.sleep(0.3)
+    assert seen_a.messages == []
+    assert a.peers() == b.peers() == ()
+
+
+async def test_events_are_bounded_and_drops_are_counted(network, wait_until):
+    a, b = network.transport(0), network.transport(1, event_limit=8)
+    await a.start()
+    await b.start()
+    await a.subscribe(TOPIC)
+    await b.subscribe(TOPIC)
+    await a.connect(b.addresses()[0], timeout=5)
+    await asyncio.sleep(0.2)
+    for number in range(30):
+        await a.publish(TOPIC, b"%d" % number)
+    await wait_until(lambda: b.stats().messages_in == 30)
+    assert b.stats().dropped_events == 23
+    await a.stop()
+    await wait_until(lambda: b.peers() == ())
+    await b.stop()
+    events = [event async for event in b.events()]
+    # The disconnect took the place of the oldest message: connections are never lost to gossip.
+    assert events[0] == PeerConnected(a.peer_id)
+    assert events[-1] == PeerDisconnected(a.peer_id)
+    assert [type(event) for event in events[1:-1]] == [Message] * 6
+    assert b.stats().dropped_events == 24
+
+
+async def test_providers_are_found(network, wait_until):
+    a, b, c = await network.line(3)
+    key = bytes(range(32))
+    assert await c.find_providers(key, timeout=5) == ()
+    await a.provide(key)
+    await b.provide(key)
+    found: tuple[str, ...] = ()
+    for _ in range(20):
+        found = await c.find_providers(key, timeout=5)
+        if len(found) == 2:
+            break
+        await asyncio.sleep(0.2)
+        await a.provide(key)
+    assert sorted(found) == sorted([a.peer_id, b.peer_id])
+    assert a.peer_id not in await a.find_providers(key, timeout=5)
+
+
+async def test_bytes_are_counted(network):
+    a, b = await network.line(2)
+    b.serve(ECHO, echo, max_request=5000)
+    await a.request(b.peer_id, ECHO, bytes(5000), max_bytes=5000, timeout=5)
+    assert a.stats().bytes_out == 5000
+    assert a.stats().bytes_in == 5000
+    assert b.stats().bytes_in == 5000
+
+
+async def test_stop_is_idempotent_quick_and_no_failure(network):
+    a, b = await network.line(2)
+    failed = asyncio.create_task(a.failed())
+    begin = time.monotonic()
+    await a.stop()
+    await a.stop()
+    assert time.monotonic() - begin < 3
+    await asyncio.sleep(0.1)
+    assert not failed.done()
+    failed.cancel()
+    assert a.peers() == ()
+    assert await a.find_providers(b"k" * 32, timeout=1) == ()
+    with pytest.raises(TransportError, match="not running"):
+        await a.publish(TOPIC, b"late")
+    await network.transport(7).stop()
+
+
+async def test_a_taken_address_is_named(network):
+    (a,) = await network.start(1)
+    if network.kind == "memory":
+        second = network.transport(0)
+    else:
+        second = network.transport(1, listen=a.addresses()[0].partition("/p2p/")[0])
+    with pytest.raises(TransportError, match="taken"):
+        await second.start()
+    await second.stop()
