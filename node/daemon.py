@@ -5,6 +5,7 @@ recover -> agreement check -> train. Nothing before the training needs a peer, e
 """
 
 import asyncio
+import functools
 import logging
 import os
 import signal
@@ -12,11 +13,14 @@ import threading
 import time
 from collections.abc import Callable
 
+import psutil
+import torch
+
 from node.checkpoint import CheckpointStore
 from node.device import Device
-from node.engines.transformers import TransformersEngine
+from node.engines.transformers import TransformersEngine, check_agreement
 from node.history import History
-from node.home import DaemonInfo, Home, reachable
+from node.home import DaemonInfo, Home, models_dir, reachable
 from node.loop import Loop, Parts
 from node.models import ModelBundle, load_model
 from node.progress import Progress
@@ -24,7 +28,7 @@ from node.rescore import Rescorer
 from node.rollouts import prompts
 from node.scorer import Scorer
 from node.settings import Settings
-from node.training.local import LocalTrainer, check_agreement
+from node.training.local import LocalTrainer
 from node.view import DaemonView
 from node.watchdog import watch
 from protocol.assignment import held_out_task
@@ -79,7 +83,9 @@ class Daemon:
         self.loop: Loop | None = None
         self.pause_reason: str | None = None
         swarm = home.swarm()
-        self.transport = Libp2pTransport(self.identity, listen=self._listen(), psk=swarm.psk)
+        self.transport = Libp2pTransport(
+            self.identity, [self._listen()], announce=self.config.network.announce, psk=swarm.psk
+        )
         self.discovery = Discovery(
             self.transport,
             (*swarm.bootstrap, *self.config.network.bootstrap),
@@ -91,6 +97,13 @@ class Daemon:
         """The configured address; a free port (tcp/0) is kept once chosen, so that invites stay good."""
         listen, kept = self.config.network.listen, self.home.listen_port()
         return f"{listen.removesuffix('/0')}/{kept}" if listen.endswith("/tcp/0") and kept else listen
+
+    def _keep_port(self) -> None:
+        """Remember the port that tcp/0 became."""
+        for address in self.transport.addresses():
+            parts = address.split("/")
+            if "tcp" in parts and self.config.network.listen.endswith("/tcp/0"):
+                self.home.keep_listen_port(int(parts[parts.index("tcp") + 1]))
 
     async def main(self, steps: int | None, stay: bool) -> int:
         """Run everything; 0 after a stop, 1 after a failure that is written to the log, the history and stderr."""
@@ -126,8 +139,7 @@ class Daemon:
         try:
             await web.start()
             self.home.write_daemon(DaemonInfo(os.getpid(), web.url, self.started_at, self.transport.addresses()))
-            if port := self.transport.port():
-                self.home.keep_listen_port(port)
+            self._keep_port()
             async with asyncio.TaskGroup() as services:
                 services.create_task(self._watch_transport(), name="transport")
                 services.create_task(self.discovery.run(), name="discovery")
@@ -154,7 +166,7 @@ class Daemon:
         )
         async with self.progress.during("load"):
             await self.scorer.start()
-            parts = await self._make_parts(manifest, self.scorer)
+            engine, parts = await self._make_parts(manifest, self.scorer)
         self.loop = Loop(parts)
         if self.pause_reason is not None:
             self.loop.unpaused.clear()
@@ -162,7 +174,7 @@ class Daemon:
         services.create_task(parts.exchange.run(), name="exchange")
         await self.loop.recover()
         async with self.progress.during("agreement check"):
-            await check_agreement(parts.engine, parts.trainer, parts.device, await self._check_prompts(parts))
+            await check_agreement(engine, parts.trainer, await self._check_prompts(parts))
         await self.loop.run(steps)
         await self.loop.checkpoint()
         if stay:
@@ -198,11 +210,17 @@ class Daemon:
                     return manifest
             await asyncio.sleep(0.5)
 
-    async def _make_parts(self, manifest: Manifest, scorer: Scorer) -> Parts:
+    def _load(self) -> ModelBundle:
+        """On the model thread, whose torch threads this sets: two oversubscribed threads are slower than one."""
+        torch.set_num_threads(self.config.node.threads or psutil.cpu_count(logical=False) or 1)
+        model = self.config.model
+        return load_model(model.path, device=model.device, dtype=model.dtype, models=models_dir())
+
+    async def _make_parts(self, manifest: Manifest, scorer: Scorer) -> tuple[TransformersEngine, Parts]:
         config = self.config
-        bundle = self.bundle = await self.device.run(load_model, config.model, config.node.threads, stage="load model")
+        bundle = self.bundle = await self.device.run(self._load, stage="load model")
         trainer = await self.device.run(
-            LocalTrainer, bundle, config.train, self.home.path / "dumps", stage="load model"
+            functools.partial(LocalTrainer, bundle, config.train, dumps=self.home.path / "dumps"), stage="load model"
         )
         engine = TransformersEngine(bundle, self.device)
         exchange = Exchange(
@@ -216,7 +234,7 @@ class Daemon:
             request_timeout=config.network.request_timeout,
             on_event=lambda kind, message: self.history.event("info", kind, message),
         )
-        return Parts(
+        return engine, Parts(
             config=config,
             manifest=manifest,
             peer_id=self.identity.peer_id,

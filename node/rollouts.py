@@ -135,7 +135,8 @@ async def from_group(
     same_tokenizer = use_behaviour and group.tokenizer == bundle.fingerprint
     samples = []
     for completion in group.completions:
-        ids, logprobs = encode_completion(bundle, completion.text, completion.finish), ()
+        ids = encode_completion(bundle, completion.text, completion.finish)
+        logprobs: tuple[float, ...] = ()
         if same_tokenizer and completion.token_ids and completion.logprobs:
             claimed = unpack_token_ids(completion.token_ids)
             in_vocabulary = all(token < bundle.vocabulary_size for token in claimed)
