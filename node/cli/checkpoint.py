@@ -1,10 +1,107 @@
 """`shoal checkpoint`: what was saved, as a model directory for elsewhere, and how good it is."""
 
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING
+
 import click
 
-from node.cli.session import Group
+from node.cli.session import Group, Session, with_session
+
+if TYPE_CHECKING:
+    from node.checkpoint import CheckpointStore
+
+
+class ExportRefused(Exception):
+    """The target of an export is taken, or what should be exported is damaged."""
 
 
 @click.group(cls=Group)
 def checkpoint() -> None:
-    """Saved steps of this node's model."""
+    """Saved steps of this node's model. NAME is a step, `latest` or `best` (by held-out score)."""
+
+
+@checkpoint.command(name="list")
+@with_session
+def list_all(session: Session) -> None:
+    """List the checkpoints. The steps between them are in a journal that a start repeats."""
+    from node.cli.output import clock, emit, table
+
+    entries = store(session).entries()
+    if session.as_json:
+        emit(
+            [
+                {
+                    "name": entry.name,
+                    "step": entry.step,
+                    "path": str(entry.path),
+                    "bytes": entry.size,
+                    "at": entry.at,
+                    "held_out": entry.score,
+                }
+                for entry in entries
+            ]
+        )
+        return
+    rows = [
+        (entry.name, entry.step, entry.score, f"{entry.size / 2**20:.0f} MB", clock(entry.at), entry.path)
+        for entry in entries
+    ]
+    table(session, ["name", "step", "held-out", "size", "at", "path"], rows, "None yet; see shoal status for the step")
+
+
+@checkpoint.command()
+@click.argument("name")
+@click.argument("directory", type=click.Path(path_type=Path))
+@with_session
+def export(session: Session, name: str, directory: Path) -> None:
+    """Copy a checkpoint's model into a new DIRECTORY that `from_pretrained` and vLLM load: no optimizer, no state."""
+    from node.checkpoint import BEST, FILES, STATE, damage
+    from node.cli.output import emit
+    from node.training.files import FIRST_MOMENTS, SECOND_MOMENTS, TRAINER
+
+    entry = store(session).find(name)
+    if directory.exists():
+        raise ExportRefused(f"{directory} is there already ; give a new directory")
+    if fault := damage(entry.path):
+        raise ExportRefused(f"{entry.path} is damaged: {fault} ; export another one (shoal checkpoint list)")
+    aside = directory.with_name(f".{directory.name}.part")
+    own = (BEST, FILES, STATE, FIRST_MOMENTS, SECOND_MOMENTS, TRAINER)
+    try:
+        shutil.copytree(entry.path, aside, ignore=shutil.ignore_patterns(*own))
+        aside.rename(directory)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+    if session.as_json:
+        emit({"step": entry.step, "path": str(directory.absolute())})
+    else:
+        click.echo(
+            f"Step {entry.step} is in {directory}; shoal config set model.path {directory.absolute()} starts from it"
+        )
+
+
+@checkpoint.command(name="eval")
+@click.argument("name", default="latest")
+@with_session
+def evaluate(session: Session, name: str) -> None:
+    """Score a checkpoint on the swarm's held-out tasks."""
+    from node.cli.output import emit, facts
+
+    home = session.node()
+    settings = session.settings(home)
+    session.start_logging(None)
+
+    from node.evaluate import evaluate_checkpoint
+
+    scores = evaluate_checkpoint(home, settings, name)
+    if session.as_json:
+        emit(scores)
+    else:
+        facts(scores)
+
+
+def store(session: Session) -> "CheckpointStore":
+    from node.checkpoint import CheckpointStore
+
+    home = session.node()
+    return CheckpointStore(home.checkpoints, session.settings(home).config.checkpoint.keep)

@@ -46,7 +46,7 @@ def facts(pairs: Mapping[str, Any]) -> None:
 
 
 def cell(value: Any) -> str:
-    if value is None or value == "":
+    if value is None or value in ("", (), []):
         return "-"
     if isinstance(value, bool):
         return "yes" if value else "no"

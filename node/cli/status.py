@@ -4,11 +4,14 @@ import json
 import sys
 import time
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from node.cli.session import Command, Session, with_session
+
+if TYPE_CHECKING:
+    from node.home import Home
 
 WATCH_SECONDS = 2.0
 
@@ -156,11 +159,18 @@ def show_group(group: Mapping[str, Any]) -> None:
 @click.option("-n", "--limit", type=click.IntRange(1, 10_000), default=20, show_default=True, help="the last so many")
 @with_session
 def steps(session: Session, limit: int) -> None:
-    """List the last training steps."""
+    """List the last training steps, of a node that is down too."""
     from node.cli.output import emit, table
+    from node.client import DaemonUnreachable, connect
 
-    client = session.client()
-    found = client.get("steps", after=max(0, client.get("status")["step"] - limit), limit=limit)
+    home = session.node()
+    try:
+        client = connect(home)
+        found = client.get("steps", after=max(0, client.get("status")["step"] - limit), limit=limit)
+    except DaemonUnreachable:
+        if not home.database.exists():
+            raise
+        found = last_steps(home, limit)
     if session.as_json:
         emit(found)
         return
@@ -177,3 +187,15 @@ def steps(session: Session, limit: int) -> None:
     ]
     rows = [[step.get(name) for name in columns] for step in found]
     table(session, [name.replace("_", " ") for name in columns], rows, "No step done yet; see shoal status")
+
+
+def last_steps(home: "Home", limit: int) -> list[dict[str, Any]]:
+    """The last steps as the database has them, oldest first."""
+    from node.history import History
+
+    history = History(home.database, time.time)
+    try:
+        last = history.last_step()
+        return [] if last is None else history.steps(max(0, last["step"] - limit), limit)
+    finally:
+        history.close()

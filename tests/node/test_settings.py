@@ -80,7 +80,7 @@ def test_lists_are_commas_in_text_and_arrays_in_the_file(home: Home, monkeypatch
             ["nothing to train on", "set swarm.own_groups to at least 1"],
         ),
         ("[rollout]\ngroup_size = 1\n", ["rollout.group_size = 1", "at least 2", "G, completions per task"]),
-        ("[train]\nloss = 'dappo'\n", ["train.loss = 'dappo'", "one of dapo, ppo, reinforce"]),
+        ("[train]\nkl_estimator = 'k4'\n", ["train.kl_estimator = 'k4'", "one of k1, k2, k3"]),
         ("[train]\nlearning_rate = nan\n", ["train.learning_rate = nan", "finite"]),
         ("[train]\nbetas = [0.9, 1.5]\n", ["train.betas", "less than 1"]),
         ("[network]\nlisten = 'here'\n", ["network.listen = 'here'", "/ip4/0.0.0.0/tcp/0"]),

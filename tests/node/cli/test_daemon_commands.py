@@ -8,6 +8,7 @@ import pytest
 from click.testing import Result
 
 from node.client import DaemonUnreachable, RequestRefused, connect
+from node.history import History
 from node.home import DaemonInfo, Home
 
 Run = Callable[..., Result]
@@ -39,6 +40,16 @@ def test_peers_and_steps(run: Run, home: Home, daemon: Any) -> None:
     header, row = run("--home", home.path, "steps").stdout.splitlines()
     assert row.split()[:2] == ["12", "0.25"]
     assert json.loads(run("--home", home.path, "steps", "--json").stdout)[0]["step"] == 12
+
+
+def test_steps_of_a_node_that_is_down(run: Run, home: Home) -> None:
+    assert run("--home", home.path, "steps").exit_code == 3
+    history = History(home.database, lambda: 5.0)
+    for step in range(1, 6):
+        history.record_step(step, {"reward": step / 10, "foreign_groups": 4})
+    history.close()
+    found = json.loads(run("--home", home.path, "steps", "-n", "2", "--json").stdout)
+    assert [(step["step"], step["reward"]) for step in found] == [(4, 0.4), (5, 0.5)]
 
 
 def test_groups_and_one_group(run: Run, home: Home, daemon: Any) -> None:

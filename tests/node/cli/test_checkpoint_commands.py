@@ -1,0 +1,64 @@
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from click.testing import Result
+
+from node.checkpoint import CheckpointStore
+from node.home import Home
+
+Run = Callable[..., Result]
+MODEL_FILES = {"model.safetensors": "weights", "config.json": "{}", "tokenizer.json": "{}"}
+TRAINER_FILES = {"exp_avg.safetensors": "m", "exp_avg_sq.safetensors": "v", "trainer.json": "{}"}
+
+
+def write(directory: Path) -> None:
+    for name, content in (MODEL_FILES | TRAINER_FILES).items():
+        (directory / name).write_text(content)
+
+
+@pytest.fixture
+def saved(home: Home) -> CheckpointStore:
+    store = CheckpointStore(home.checkpoints, keep=2)
+    store.save(25, write, {"rng": 1})
+    store.save(50, write, {"rng": 2})
+    store.save_best(40, 0.625, write)
+    return store
+
+
+def test_list(run: Run, home: Home, saved: CheckpointStore) -> None:
+    found = json.loads(run("--home", home.path, "checkpoint", "list", "--json").stdout)
+    assert [(entry["name"], entry["step"], entry["held_out"]) for entry in found] == [
+        ("step-25", 25, None), ("step-50", 50, None), ("best", 40, 0.625)
+    ]  # fmt: skip
+    rows = run("--home", home.path, "checkpoint", "list").stdout.splitlines()
+    assert [row.split()[:3] for row in rows] == [
+        ["name", "step", "held-out"], ["step-25", "25", "-"], ["step-50", "50", "-"], ["best", "40", "0.625"]
+    ]  # fmt: skip
+
+
+def test_list_of_none(run: Run, home: Home) -> None:
+    assert run("--home", home.path, "checkpoint", "list", "--json").stdout == "[]\n"
+    assert run("--home", home.path, "checkpoint", "list").stdout.startswith("None yet")
+
+
+@pytest.mark.parametrize(("name", "step"), [("latest", 50), ("25", 25), ("best", 40)])
+def test_export_takes_the_model_only(
+    run: Run, home: Home, saved: CheckpointStore, tmp_path: Path, name: str, step: int
+) -> None:
+    result = run("--home", home.path, "checkpoint", "export", name, tmp_path / "model", "--json")
+    assert json.loads(result.stdout) == {"step": step, "path": str(tmp_path / "model")}
+    assert {file.name: file.read_text() for file in (tmp_path / "model").iterdir()} == MODEL_FILES
+
+
+def test_export_refuses(run: Run, home: Home, saved: CheckpointStore, tmp_path: Path) -> None:
+    missing = run("--home", home.path, "checkpoint", "export", "30", tmp_path / "model")
+    assert (missing.exit_code, "step-50" in missing.stderr) == (1, True)
+    (tmp_path / "taken").mkdir()
+    taken = run("--home", home.path, "checkpoint", "export", "latest", tmp_path / "taken")
+    assert (taken.exit_code, "give a new directory" in taken.stderr) == (1, True)
+    (home.checkpoints / "step-50" / "model.safetensors").write_text("WEIGHTS")
+    damaged = run("--home", home.path, "checkpoint", "export", "latest", tmp_path / "model")
+    assert (damaged.exit_code, "model.safetensors has changed" in damaged.stderr) == (1, True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["home", "taken"]
