@@ -39,7 +39,7 @@ export function mixBar(holder, own, foreign) {
   );
 }
 
-// A line of values per step: each one faint, their running mean (half-life 5 steps) strong.
+// A line of values per step: each one faint, the mean around it strong (weights fall by e every 3 steps).
 export function trendChart(holder, steps) {
   const points = steps.filter((step) => typeof step.reward === "number");
   holder.classList.toggle("is-empty", points.length < 2);
@@ -51,16 +51,15 @@ export function trendChart(holder, steps) {
   const low = Math.min(0, ...values);
   const top = niceTop(Math.max(...values, low + 0.1));
   const first = points[0].step;
-  const last = points[points.length - 1].step;
+  const last = points.at(-1).step;
   const x = (step) => (1000 * (step - first)) / Math.max(1, last - first);
-  const y = (value) => 200 - 30 - (160 * (value - low)) / (top - low);
-  const keep = 2 ** (-1 / 5);
-  let mean = values[0];
+  // the middle 80 % of the height is the range; what is under it is room for the steps
+  const y = (value) => 170 - (160 * (value - low)) / (top - low);
   const path = (heights) => "M" + heights.map((value, i) => `${x(points[i].step).toFixed(1)} ${y(value).toFixed(1)}`).join("L");
-  const trend = values.map((value) => (mean = keep * mean + (1 - keep) * value));
+  const trend = values.map((_, i) => meanAround(values, i));
   const picture = shape("svg", { viewBox: "0 0 1000 200", preserveAspectRatio: "none", role: "img" });
   const title = shape("title", {});
-  title.textContent = `Reward from step ${first} to ${last}: from ${values[0].toFixed(2)} to ${mean.toFixed(2)} on average`;
+  title.textContent = `Reward from step ${first} to ${last}: from about ${trend[0].toFixed(2)} to about ${trend.at(-1).toFixed(2)}`;
   picture.append(
     title,
     ...[top, (top + low) / 2, low].map((value) => shape("line", { x1: 0, x2: 1000, y1: y(value), y2: y(value) })),
@@ -70,11 +69,23 @@ export function trendChart(holder, steps) {
   const label = (name, text) => element("span", { class: name }, text);
   holder.replaceChildren(
     picture,
-    label("top", top.toFixed(1)),
-    label("low", low.toFixed(1)),
+    label("top", top.toFixed(2)),
+    label("mid", ((top + low) / 2).toFixed(2)),
+    label("low", low.toFixed(2)),
     label("from", `step ${first}`),
     label("to", `step ${last}`),
   );
+}
+
+function meanAround(values, middle) {
+  let sum = 0;
+  let weights = 0;
+  for (let i = Math.max(0, middle - 12); i <= Math.min(values.length - 1, middle + 12); i++) {
+    const weight = Math.exp(-Math.abs(i - middle) / 3);
+    sum += weight * values[i];
+    weights += weight;
+  }
+  return sum / weights;
 }
 
 function niceTop(value) {

@@ -11,7 +11,7 @@ const MAX_EVENTS = 100;
 const byId = (id) => document.getElementById(id);
 const say = (id, text) => { if (byId(id).textContent !== text) byId(id).textContent = text; };
 
-const seen = { steps: [], event: 0, tables: "", answered: 0 };
+const seen = { steps: [], event: 0, tables: "", answered: 0, pauseAsked: null };
 let stream = null;
 let timer = null;
 
@@ -23,14 +23,14 @@ function showStatus(now) {
   say("swarm", now.swarm ? `in the swarm ${line(now.swarm, 64)}, ${number(now.peers)} ${now.peers === 1 ? "peer" : "peers"} connected` : "in no swarm yet");
   byId("state").dataset.state = now.state;
   say("state-word", line(now.state, 20));
-  say("state-reason", line(now.reason, 400) || (now.stage ? `${line(now.stage, 40)} for ${duration(now.stage_seconds)}` : ""));
+  say("state-reason", line(now.reason, 240) || (now.stage ? `${line(now.stage, 40)} for ${duration(now.stage_seconds)}` : ""));
   byId("state-next").hidden = !now.next;
-  say("state-next", line(now.next, 400));
+  say("state-next", line(now.next, 240));
   const stages = { ...now.stages };
   if (now.stage) stages[now.stage] = now.stage_seconds;
   byId("stages").replaceChildren(
     ...Object.entries(stages).map(([name, seconds]) =>
-      element("li", name === now.stage ? { class: "now" } : {}, `${line(name, 40)} ${number(seconds, 1)} s`),
+      element("li", name === now.stage ? { class: "now" } : {}, element("span", {}, line(name, 40)), element("span", {}, `${number(seconds, 1)} s`)),
     ),
   );
   say("reward", number(now.reward, 2));
@@ -50,10 +50,17 @@ function showStatus(now) {
   say("model", line(now.model, 80));
   say("version", `Shoal ${line(now.version, 40)}`);
   say("peer-id", line(now.peer_id, 80));
+  showPause(now);
+}
+
+// A pause begins after the step in progress: until then the button says that it is coming.
+function showPause(now) {
   const paused = now.state === "PAUSED";
-  byId("pause").textContent = paused ? "Resume" : "Pause";
+  if (paused || (seen.pauseAsked !== null && now.step > seen.pauseAsked + 1)) seen.pauseAsked = null;
+  const coming = seen.pauseAsked !== null;
+  say("pause", coming ? "Pausing after this step…" : paused ? "Resume" : "Pause");
   byId("pause").dataset.does = paused ? "resume" : "pause";
-  byId("pause").disabled = now.state === "FAILED" || now.state === "STOPPING";
+  byId("pause").disabled = coming || ["FAILED", "STOPPING"].includes(now.state);
 }
 
 async function extendSteps(step) {
@@ -200,7 +207,11 @@ async function round() {
 byId("pause").addEventListener("click", async () => {
   byId("pause").disabled = true;
   const does = byId("pause").dataset.does;
-  await guarded(async () => showStatus(await send(does, does === "pause" ? { reason: "asked for on the status page" } : {})));
+  await guarded(async () => {
+    const now = await send(does, does === "pause" ? { reason: "asked for on the status page" } : {});
+    seen.pauseAsked = does === "pause" ? now.step : null;
+    showStatus(now);
+  });
 });
 byId("signout").addEventListener("click", () => guarded(async () => { await send("logout", {}); throw new SignedOut(); }));
 document.addEventListener("visibilitychange", () => (document.hidden ? leave() : round()));

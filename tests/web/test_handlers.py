@@ -1,0 +1,175 @@
+"""Every endpoint: what it answers, and what it refuses."""
+
+import math
+
+import pytest
+
+from web.queries import MAX_BODY
+
+
+async def get(client, path, status=200):
+    async with client.get(path) as answer:
+        assert answer.status == status, await answer.text()
+        assert answer.content_type == "application/json"
+        return await answer.json()
+
+
+async def test_status(client, view):
+    assert await get(client, "/api/v1/status") == view.state
+
+
+async def test_steps_in_pages(client):
+    first = await get(client, "/api/v1/steps?limit=40")
+    rest = await get(client, f"/api/v1/steps?after={first[-1]['step']}")
+    assert [row["step"] for row in first + rest] == list(range(1, 43))
+
+
+async def test_groups_in_pages(client):
+    first = await get(client, "/api/v1/groups?limit=30")
+    rest = await get(client, f"/api/v1/groups?before={first[-1]['row']}")
+    assert [row["row"] for row in first + rest] == list(range(40, 0, -1))
+
+
+async def test_one_group_by_a_prefix(client, view):
+    row = view.group_rows[3]
+    group = await get(client, f"/api/v1/groups/{row['id'][:10].upper()}")
+    assert group["id"] == row["id"]
+    assert len(group["completions"]) == 8
+    assert group["prompt"][0]["role"] == "system"
+
+
+@pytest.mark.parametrize("given", ["zzzz", "abc", "a" * 65, "..%2f..%2fetc", "%00%00%00%00", "<script>"])
+async def test_a_group_id_that_is_none(client, given):
+    refused = await get(client, f"/api/v1/groups/{given}", 400)
+    assert "not 4 to 64 hex digits" in refused["error"]
+    assert "shoal groups" in refused["fix"]
+
+
+async def test_a_group_that_is_not_there(client):
+    assert await get(client, "/api/v1/groups/ffffffffffff", 404) == {
+        "error": "no group ffffffffffff",
+        "fix": "list them: shoal groups",
+    }
+
+
+async def test_peers_swarm_config(client, view):
+    assert await get(client, "/api/v1/peers") == view.peer_rows
+    assert (await get(client, "/api/v1/swarm"))["invite"] == "shoal:x"
+    assert (await get(client, "/api/v1/config"))["web.port"]["value"] == 8420
+
+
+async def test_events_newest_and_after(client):
+    assert [event["id"] for event in await get(client, "/api/v1/events?limit=2")] == [6, 7]
+    assert [event["id"] for event in await get(client, "/api/v1/events?after=3&limit=2")] == [4, 5]
+    assert await get(client, "/api/v1/events?after=7") == []
+
+
+@pytest.mark.parametrize(
+    ("query", "error"),
+    [
+        ("steps?limit=0", "limit: '0' is not an integer from 1 to 10000"),
+        ("steps?limit=10001", "limit: '10001' is not an integer from 1 to 10000"),
+        ("steps?limit=-1", "limit: '-1' is not"),
+        ("steps?limit=1e2", "limit: '1e2' is not"),
+        ("steps?limit=%D9%A3", "limit: '٣' is not"),
+        ("steps?after=", "after: '' is not"),
+        ("steps?after=9223372036854775808", "after: '9223372036854775808' is not"),
+        ("steps?after=" + "9" * 5000, "after: '" + "9" * 40 + "' is not"),
+        ("steps?limit=1&limit=2", "limit is given 2 times"),
+        ("groups?limit=501", "limit: '501' is not an integer from 1 to 500"),
+        ("groups?before=0", "before: '0' is not an integer from 1"),
+        ("groups?after=1", "unknown query parameter 'after' for /api/v1/groups"),
+        ("events?limit=501", "limit: '501' is not an integer from 1 to 500"),
+        ("events?level=x", "unknown query parameter 'level'"),
+        ("events/stream?after=x", "after: 'x' is not"),
+        ("status?x=1", "unknown query parameter 'x'"),
+        ("peers?x=1", "unknown query parameter 'x'"),
+    ],
+)
+async def test_queries_that_make_no_sense(client, query, error):
+    refused = await get(client, f"/api/v1/{query}", 400)
+    assert refused["error"].startswith(error) or error in refused["error"]
+    assert refused["fix"]
+
+
+async def test_unknown_paths_and_methods(client):
+    assert (await get(client, "/api/v1/nothing", 404))["error"] == "Not Found: /api/v1/nothing"
+    async with client.delete("/api/v1/status") as refused:
+        assert refused.status == 405
+        assert refused.headers["Allow"] == "GET,HEAD"
+    assert (await get(client, "/static/..%2fserver.py", 404))["fix"] == "open /"
+    assert (await get(client, "/static/missing.js", 404))["error"] == "no file 'missing.js'"
+
+
+async def test_pause_resume_stop(client, view):
+    async with client.post("/api/v1/pause", json={"reason": "a game"}) as done:
+        assert done.status == 202
+        assert (await done.json())["state"] == "PAUSED"
+    async with client.post("/api/v1/resume") as done:
+        assert (await done.json())["state"] == "TRAINING"
+    async with client.post("/api/v1/stop", json={}) as done:
+        assert done.status == 202
+    assert view.calls == [("pause", "a game"), ("resume",), ("stop",)]
+
+
+@pytest.mark.parametrize(
+    ("content", "kind", "status"),
+    [
+        (b"{", "application/json", 400),
+        (b"[]", "application/json", 400),
+        (b"\xff", "application/json", 400),
+        (b"[" * 9000, "application/json", 400),
+        (b'{"reason": 3}', "application/json", 400),
+        (b'{"reason": "a\\nb"}', "application/json", 400),
+        (b'{"reason": "%s"}' % (b"x" * 201), "application/json", 400),
+        (b"{}", "text/plain", 415),
+        (b"reason=x", "application/x-www-form-urlencoded", 415),
+        (b"x" * (MAX_BODY + 1), "application/json", 413),
+    ],
+)
+async def test_bodies_that_are_refused(client, view, content, kind, status):
+    async with client.post("/api/v1/pause", data=content, headers={"Content-Type": kind}) as refused:
+        assert refused.status == status
+        assert set(await refused.json()) == {"error", "fix"}
+    assert view.calls == []
+
+
+async def test_a_body_without_a_length_is_capped_too(client, view):
+    async def endless():
+        for _ in range(MAX_BODY // 1024 + 2):
+            yield b" " * 1024
+
+    headers = {"Content-Type": "application/json"}
+    async with client.post("/api/v1/pause", data=endless(), headers=headers) as refused:
+        assert refused.status == 413
+    assert view.calls == []
+
+
+async def test_numbers_that_json_has_not(client, view):
+    view.step_rows = [{"step": 1, "loss": math.nan, "list": [math.inf, 1.5, {"x": -math.inf}], "text": "NaN"}]
+    assert await get(client, "/api/v1/steps") == [
+        {"step": 1, "loss": None, "list": [None, 1.5, {"x": None}], "text": "NaN"}
+    ]
+
+
+HOSTILE = [
+    "<script>alert(1)</script>",
+    "</script><svg onload=x>",
+    "\u202egnp.exe",
+    "a\x00b\r\nX: y",
+    "\ud800",
+    "é" * 10**6,
+]
+
+
+@pytest.mark.parametrize("text", HOSTILE)
+async def test_text_of_peers_arrives_as_it_was_and_as_json(client, view, text):
+    view.peer_rows = [{"peer_id": "p", "model": text}]
+    view.group_rows[0]["detail"] = text
+    async with client.get("/api/v1/peers") as answer:
+        assert answer.headers["Content-Type"] == "application/json; charset=utf-8"
+        assert answer.headers["X-Content-Type-Options"] == "nosniff"
+        raw = await answer.read()
+        assert raw.isascii()
+        assert (await answer.json())[0]["model"] == text
+    assert (await get(client, f"/api/v1/groups/{view.group_rows[0]['id']}"))["detail"] == text
