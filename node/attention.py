@@ -73,7 +73,7 @@ class PackedAttention:
     ) -> torch.Tensor:
         if self.kept is not None:
             self.kept.append((key[0], value[0]))
-        output: torch.Tensor = _Blockwise.apply(query, key, value, scaling, self.blocks)  # type: ignore[no-untyped-call]
+        output: torch.Tensor = _Blockwise.apply(query, key, value, scaling, self.blocks)
         return output
 
 
@@ -121,7 +121,10 @@ class _Blockwise(torch.autograd.Function):
 def _weights(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float, blocks: tuple[Block, ...]
 ) -> Iterator[tuple[Block, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """For each block: queries [K, r*Q, d] (r query heads to a key head), keys and values [K, S, d], weights [K, r*Q, S]."""
+    """For each block its queries [K, r*Q, d], keys and values [K, S, d], and weights [K, r*Q, S].
+
+    r query heads share one of the K key heads.
+    """
     kv_heads = key.shape[1]
     for block in blocks:
         spans = (*block.past, (block.start, block.stop))

@@ -137,9 +137,9 @@ def _blocks(starts: list[int], above: list[int], positions: list[int], device: t
     while todo:
         segment = todo.pop()
         start, stop = starts[segment], ends[segment] if merged[segment] else stops[segment]
-        own = index[start:stop]
+        here = index[start:stop]
         # a token is seen by itself and by what lies in its subtree
-        hidden = (own[None, :] > own[:, None]) | (own[:, None] >= reach[start:stop][None, :])
+        hidden = (here[None, :] > here[:, None]) | (here[:, None] >= reach[start:stop][None, :])
         blocks.append(Block(start, stop, _past(segment, starts, stops, above), hidden.to(device)))
         if not merged[segment]:
             todo.extend(below[segment])
@@ -182,7 +182,9 @@ def micro_batches(groups: Sequence[TrainGroup], members: Sequence[tuple[int, int
         return group.prompt_ids + group.sequences[member[1]].token_ids
 
     batches: list[MicroBatch] = []
-    trie, chosen, paths = TokenTrie(), [], []
+    trie = TokenTrie()
+    chosen: list[tuple[int, int]] = []
+    paths: list[tuple[int, ...]] = []
     for member in sorted(members, key=lambda member: (ids(member), member)):
         sequence = ids(member)
         if chosen and len(trie) + trie.missing(sequence) > budget:

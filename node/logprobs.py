@@ -17,7 +17,7 @@ def chosen_logprobs(
 
     hidden [M, D] last states, weight [V, D] output embedding; returns float32 [N], differentiable, and [M], not.
     """
-    logprobs, entropy = _Chosen.apply(hidden, weight, rows, tokens)  # type: ignore[no-untyped-call]
+    logprobs, entropy = _Chosen.apply(hidden, weight, rows, tokens)
     return logprobs, entropy
 
 

@@ -256,7 +256,7 @@ def _forward(
     output = bundle.model.base_model(
         input_ids=token_ids.unsqueeze(0), position_ids=positions.unsqueeze(0), use_cache=False, shoal=attention
     )
-    return output.last_hidden_state[0]  # type: ignore[no-any-return]
+    return output.last_hidden_state[0]
 
 
 class _DecodeAttention:

@@ -1,0 +1,217 @@
+"""The local trainer: one model, one device, AdamW on float32 weights.
+
+One update: leave out what teaches nothing, merge what shares a beginning, and run micro-batches within a token
+budget. Old log-probabilities are the current ones (one pass per batch), so a ratio starts at 1, and what the rollout
+saw otherwise (mu) enters as a truncated importance weight. All denominators are those of the whole step.
+"""
+
+import copy
+import itertools
+import logging
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+
+from node.attention import PackedAttention
+from node.batching import MicroBatch, micro_batches, pack
+from node.config import TrainConfig
+from node.interfaces import Batch, Interrupted, StepSkipped, TrainGroup, UpdateStats
+from node.logprobs import chosen_logprobs
+from node.models import ModelBundle
+from node.training import files
+from node.training.objective import StepObjective
+from node.training.weights import Weights
+
+log = logging.getLogger(__name__)
+
+SMALLEST_BUDGET = 64
+"""Tokens of a micro-batch at which running out of memory is final."""
+
+
+@dataclass(slots=True)
+class _Counts:
+    """Sums over the micro-batches of a step."""
+
+    loss: float = 0.0
+    tokens: int = 0
+    micro_batches: int = 0
+
+
+class LocalTrainer:
+    """Owns the policy (the bundle's model) and its optimizer. Every method runs on the model thread."""
+
+    def __init__(self, bundle: ModelBundle, config: TrainConfig, *, dumps: Path) -> None:
+        """`dumps`: where a batch that gave a non-finite update is written for inspection."""
+        self.bundle, self.config, self.dumps = bundle, config, dumps
+        self.model = bundle.model.eval()
+        self.step = 0
+        self.budget = config.tokens_per_micro_batch
+        # the reference is the model as loaded, before any checkpoint is
+        self.reference = copy.deepcopy(self.model).requires_grad_(False) if config.kl_coefficient > 0 else None
+        self.weights = Weights(self.model)
+        self.optimizer = torch.optim.AdamW(
+            self.weights.masters.values(),
+            lr=config.learning_rate,
+            betas=config.betas,
+            weight_decay=config.weight_decay,
+            fused=True,  # one pass over each tensor, no temporaries
+        )
+
+    # -- learning ----------------------------------------------------------------------------------------------
+
+    def update(self, batch: Batch, should_stop: Callable[[], bool] = lambda: False) -> UpdateStats:
+        """One optimizer step on the informative groups of a batch.
+
+        Raises StepSkipped (nothing to learn from, a non-finite loss or gradient, or no memory; weights and optimizer
+        are as before) and Interrupted (`should_stop` between micro-batches; likewise).
+        """
+        members = _informative(batch.groups)
+        if not members:
+            raise StepSkipped("all groups are uniform: every answer to a task got the same reward")
+        retries = 0
+        while True:
+            try:
+                objective, counts = self._accumulate(batch, members, should_stop)
+                break
+            except (RuntimeError, MemoryError) as error:
+                self.weights.drop_gradients()
+                if not _out_of_memory(error):
+                    raise
+                if self.budget <= SMALLEST_BUDGET:
+                    raise StepSkipped(f"out of memory even at {self.budget} tokens a micro-batch: {error}") from error
+                retries += 1
+                self.budget = max(SMALLEST_BUDGET, self.budget // 2)
+                log.warning("out of memory; step %d again with %d tokens a micro-batch", batch.step, self.budget)
+            except BaseException:
+                self.weights.drop_gradients()
+                raise
+        norm = self.weights.clip(self.config.max_grad_norm)
+        if not math.isfinite(norm):
+            self.weights.drop_gradients()
+            self._skip(batch, f"the gradient norm is {norm}")
+        rate = self.config.learning_rate * min(1.0, (self.step + 1) / max(1, self.config.warmup_steps))
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        self.optimizer.step()
+        self.weights.publish()
+        self.weights.drop_gradients()
+        self.step += 1
+        return objective.stats(
+            loss=counts.loss,
+            grad_norm=norm,
+            learning_rate=rate,
+            tokens_forwarded=counts.tokens,
+            micro_batches=counts.micro_batches,
+            oom_retries=retries,
+        )
+
+    def _accumulate(
+        self, batch: Batch, members: Sequence[tuple[int, int]], should_stop: Callable[[], bool]
+    ) -> tuple[StepObjective, "_Counts"]:
+        """Gradients of the whole step. Raises Interrupted, StepSkipped, and what running out of memory raises."""
+        objective = StepObjective(self.config, batch.groups, members, self.model.device)
+        counts = _Counts()
+        for micro in micro_batches(batch.groups, members, self.budget):
+            if should_stop():
+                raise Interrupted("a stop was asked for during the update; the step is repeated at the next start")
+            logprobs, entropy = self._logprobs(self.model, micro)
+            reference = None
+            if self.reference is not None:
+                with torch.no_grad():
+                    reference, _ = self._logprobs(self.reference, micro)
+            loss = objective.loss(micro.members, logprobs, entropy, reference)
+            value = loss.item()
+            if not math.isfinite(value):
+                self._skip(batch, f"the loss is {value}")
+            loss.backward()
+            counts.loss += value
+            counts.tokens += len(micro.trie)
+            counts.micro_batches += 1
+        return objective, counts
+
+    def _skip(self, batch: Batch, problem: str) -> None:
+        self.dumps.mkdir(parents=True, exist_ok=True)
+        path = self.dumps / f"step-{batch.step}.msgpack"
+        path.write_bytes(msgspec.msgpack.encode(batch))
+        raise StepSkipped(f"{problem}; no update was made, the batch is in {path}")
+
+    # -- log-probabilities -------------------------------------------------------------------------------------
+
+    def logprobs(self, groups: Sequence[TrainGroup]) -> list[list[tuple[float, ...]]]:
+        """log-probability of every sequence token under the current policy; [group][sequence][token]."""
+        results: list[list[tuple[float, ...]]] = [[()] * len(group.sequences) for group in groups]
+        members = [(g, s) for g, group in enumerate(groups) for s in range(len(group.sequences))]
+        with torch.no_grad():
+            for micro in micro_batches(groups, members, self.budget):
+                values = iter(self._logprobs(self.model, micro)[0].tolist())
+                for (group, sequence), path in zip(micro.members, micro.paths, strict=True):
+                    results[group][sequence] = tuple(itertools.islice(values, len(path)))
+        return results
+
+    def _logprobs(self, model: Any, micro: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        """log-probability of every completion token of a micro-batch and entropy before it, [n], in member order."""
+        device = self.model.device
+        packed = pack(micro.trie, device)
+        hidden = model.base_model(
+            input_ids=packed.token_ids[None],
+            position_ids=packed.positions[None],
+            use_cache=False,
+            shoal=PackedAttention(packed.blocks),
+        ).last_hidden_state[0]
+        # completions that begin alike share their tokens: each distinct one is computed once
+        nodes: dict[int, int] = {}
+        index = torch.tensor(
+            [nodes.setdefault(node, len(nodes)) for path in micro.paths for node in path], device=device
+        )
+        places = torch.tensor([packed.place[node] for node in nodes], device=device)
+        # a token's probability is read off the token before it, and branches share that one
+        before, rows = torch.unique(packed.parents[places], return_inverse=True)
+        weight = model.get_output_embeddings().weight
+        logprobs, entropy = chosen_logprobs(hidden[before], weight, rows, packed.token_ids[places])
+        return logprobs[index], entropy[rows][index]
+
+    # -- files -------------------------------------------------------------------------------------------------
+
+    def save(self, directory: Path) -> None:
+        """Write model (safetensors, HF layout with tokenizer) and optimizer into an existing empty directory."""
+        self.export(directory)
+        files.save_optimizer(self.optimizer, self.weights.masters, self.step, directory)
+
+    def load(self, directory: Path) -> None:
+        """Inverse of `save`, in place. Raises TrainerFilesError."""
+        step = files.load_optimizer(self.optimizer, self.weights.masters, directory)
+        files.load_weights(self.weights.masters, directory)
+        self.weights.publish()
+        self.step = step
+
+    def export(self, directory: Path) -> None:
+        """Write only what inference needs: a directory `from_pretrained` loads."""
+        files.save_model(self.bundle, self.weights.masters, directory)
+
+    def memory(self) -> Mapping[str, int]:
+        """Bytes held, by kind: weights, gradients, optimizer."""
+        moments = [t for state in self.optimizer.state.values() for t in state.values()]
+        return {**self.weights.memory(), "optimizer": sum(t.numel() * t.itemsize for t in moments)}
+
+
+def _informative(groups: Sequence[TrainGroup]) -> list[tuple[int, int]]:
+    """(group, sequence) of everything that gives a gradient: groups whose advantages are not all zero."""
+    return [
+        (g, s)
+        for g, group in enumerate(groups)
+        if any(sequence.advantage != 0 for sequence in group.sequences)
+        for s, sequence in enumerate(group.sequences)
+        if any(sequence.mask)
+    ]
+
+
+def _out_of_memory(error: BaseException) -> bool:
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    # the CPU allocator has no exception type of its own
+    return "DefaultCPUAllocator" in str(error) or "not enough memory" in str(error)
