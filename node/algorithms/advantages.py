@@ -9,22 +9,25 @@ Advantage = Callable[[Tensor, Tensor], Tensor]
 """(scores [n], lengths [n] in tokens) of one group -> advantages [n]. All 0 where a group teaches nothing."""
 
 
+def centred(scores: Tensor) -> Tensor:
+    """R - mean; exactly 0 where all scores are equal, which rounding of the mean would not give."""
+    return scores - scores.mean() if scores.max() > scores.min() else torch.zeros_like(scores)
+
+
 def grpo(scores: Tensor, lengths: Tensor) -> Tensor:
     """(R - mean) / (std + 1e-6), std with n - 1 (GRPO, arXiv 2402.03300). A group of one teaches nothing: 0."""
-    if len(scores) < 2:
-        return torch.zeros_like(scores)
-    return (scores - scores.mean()) / (scores.std() + 1e-6)
+    return centred(scores) / (scores.std() + 1e-6) if len(scores) > 1 else torch.zeros_like(scores)
 
 
 def dr_grpo(scores: Tensor, lengths: Tensor) -> Tensor:
     """R - mean: no division by the spread, which overweights tasks that are almost solved (arXiv 2503.20783)."""
-    return scores - scores.mean()
+    return centred(scores)
 
 
 def rloo(scores: Tensor, lengths: Tensor) -> Tensor:
     """R - mean of the others = n/(n-1) (R - mean) (RLOO, arXiv 2402.14740). A group of one: 0."""
     n = len(scores)
-    return (scores - scores.mean()) * (n / (n - 1) if n > 1 else 0.0)
+    return centred(scores) * (n / max(1, n - 1))
 
 
 ADVANTAGES: dict[str, Advantage] = {"grpo": grpo, "dr_grpo": dr_grpo, "rloo": rloo}

@@ -15,7 +15,7 @@ def tis_weights(old: Tensor, mu: Tensor, cap: float) -> Tensor:
 
 
 def effective_sample_size(weights: Tensor, mask: Tensor) -> Tensor:
-    """(sum w)^2 / (n sum w^2) over the n tokens in `mask`: a scalar in (0, 1], 1 for equal weights or no tokens (Kish)."""
+    """(sum w)^2 / (n sum w^2) over the n tokens in `mask`: a scalar in (0, 1], 1 for equal weights (Kish 1965)."""
     kept = weights[mask]
     squares = kept.square().sum() * kept.numel()
     return kept.sum().square() / squares if kept.numel() else weights.new_ones(())

@@ -1,9 +1,9 @@
 """Policy losses, token by token.
 
 One canonical shape: flat. Everything is [N], one entry a token, with `sequence` saying which completion it belongs to
-(0 <= sequence < N); a padded [B, T] batch is `flatten()` with the row number as sequence and False in `mask` where it is
-padded. A loss gives one number a token; the loss of a step is `sum(token_weights(...) * loss)` with weights taken once
-over the whole step, so that any split into micro-batches along sequences adds up to the same number and gradient.
+(0 <= sequence < N); a padded [B, T] batch is flattened, with the row number as sequence and False in `mask` where it
+is padded. A loss gives one number a token; the loss of a step is `sum(token_weights(...) * loss)` with weights taken
+once over the whole step, so that any split into micro-batches along sequences gives the same sum and gradient.
 """
 
 from collections.abc import Callable
@@ -115,7 +115,7 @@ def token_weights(sequence: Tensor, mask: Tensor, aggregation: str, constant: fl
 def kl_to_reference(logprobs: Tensor, reference: Tensor, estimator: str) -> Tensor:
     """Estimate of KL(policy || reference) token by token, [N] (Schulman, 'Approximating KL divergence', 2020).
 
-    With d = reference - logp clamped to +-20: `k1` -d, `k2` d^2/2, `k3` e^d - d - 1. Raises ValueError for another name.
+    With d = reference - logp clamped to +-20: `k1` -d, `k2` d^2/2, `k3` e^d - d - 1. Raises ValueError for others.
     """
     d = log_ratio(reference, logprobs)
     if estimator == "k1":
