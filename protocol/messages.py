@@ -11,6 +11,10 @@ from protocol.rollout import TaskRef, UInt63
 
 GROUPS_PROTOCOL = "/shoal/groups/1.0.0"
 """Pull a group's sealed bytes: GroupRequest -> the bytes from `offset`, or an empty answer: not held."""
+BATCH_PROTOCOL = "/shoal/batch/1.0.0"
+"""Pull several groups over one stream: BatchRequest -> their sealed bytes in that order, without anything between,
+up to the first that is not held or would make the answer longer than MAX_BATCH_BYTES. Opening a stream costs far more
+than a group's few kilobytes. A reader splits the answer by the announced sizes, and checks each digest."""
 LIVE_PROTOCOL = "/shoal/live/1.0.0"
 """Heal lost announcements: LiveRequest -> LiveResponse."""
 MANIFEST_PROTOCOL = "/shoal/manifest/1.0.0"
@@ -18,6 +22,7 @@ MANIFEST_PROTOCOL = "/shoal/manifest/1.0.0"
 
 MAX_ANNOUNCEMENT_BYTES = 2048
 MAX_REQUEST_BYTES = 64 * 1024
+MAX_BATCH_BYTES = 1024 * 1024
 MAX_MANIFEST_BYTES = 64 * 1024
 
 Digest = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
@@ -50,6 +55,10 @@ class Announcement(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_
 class GroupRequest(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     group: Digest
     offset: UInt63 = 0
+
+
+class BatchRequest(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    groups: Annotated[tuple[Digest, ...], msgspec.Meta(min_length=1, max_length=64)]
 
 
 class LiveRequest(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):

@@ -38,6 +38,8 @@ HEALERS = 2
 MAX_OUTBOX = 256
 MAX_SHARDS = 4
 """Announcement topics followed, where the manifest has more."""
+PROVIDE_SECONDS = 1.0
+"""Between two DHT records: telling the DHT costs more than pulling a group, and is only the third way to find it."""
 DRAIN_SECONDS = 1.0
 TIDY_SECONDS = 60.0
 
@@ -278,9 +280,9 @@ class Exchange:
 
     def _provide(self, digest: bytes) -> None:
         if self._to_provide.full():
+            self._to_provide.get_nowait()
             self._accounts.counters.dropped_provides += 1
-        else:
-            self._to_provide.put_nowait(digest)
+        self._to_provide.put_nowait(digest)
 
     async def _provide_all(self) -> None:
         """Best effort: whoever has the announcement can ask its producer and forwarder too."""
@@ -291,6 +293,7 @@ class Exchange:
                     await self.transport.provide(digest)
             except (TransportError, TimeoutError):
                 self._accounts.counters.dropped_provides += 1
+            await asyncio.sleep(PROVIDE_SECONDS)
 
 
 def announcement_of(group: RolloutGroup, body: bytes) -> Announcement:

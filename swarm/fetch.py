@@ -1,15 +1,18 @@
 """Pulls bytes by their hash: a group's body, resumed elsewhere when a stream breaks, or a swarm's manifest."""
 
 import hashlib
+import math
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 
 from protocol.messages import (
+    BATCH_PROTOCOL,
     GROUPS_PROTOCOL,
     MANIFEST_PROTOCOL,
     MAX_MANIFEST_BYTES,
+    BatchRequest,
     GroupRequest,
     ManifestRequest,
 )
@@ -86,6 +89,31 @@ class Fetcher:
             sink, senders = bytearray(), set()
         raise FetchFailed("; ".join(problems) or "no peer to ask")
 
+    async def fetch_batch(self, peer: str, wanted: Sequence[tuple[bytes, int]]) -> dict[bytes, bytes]:
+        """Bodies by digest of those (digest, size) that `peer` gave over one stream; `fetch` is for the rest.
+
+        A body of another size than announced shifts all after it, so nobody is blamed for a mismatch here.
+        """
+        sink = bytearray()
+        try:
+            await self._transport.request(
+                peer,
+                BATCH_PROTOCOL,
+                msgspec.msgpack.encode(BatchRequest(tuple(digest for digest, _ in wanted))),
+                max_bytes=sum(size for _, size in wanted),
+                timeout=self._timeout,
+                sink=sink,
+            )
+        except TransportError:
+            self._shun(peer)
+        bodies, offset = {}, 0
+        for digest, size in wanted:
+            body = bytes(sink[offset : offset + size])
+            if hashlib.sha256(body).digest() == digest:
+                bodies[digest] = body
+            offset += size
+        return bodies
+
     async def _ask(self, peer: str, digest: bytes, size: int, sink: bytearray, senders: set[str]) -> str:
         """One request for what is missing, into `sink`; what went wrong, or ''."""
         offset, problem = len(sink), ""
@@ -109,9 +137,12 @@ class Fetcher:
         if len(self._failed_at) > MAX_SHUNNED:
             del self._failed_at[next(iter(self._failed_at))]
 
+    def shunned(self, peer: str) -> bool:
+        """Whether the peer failed lately."""
+        return self._clock() - self._failed_at.get(peer, -math.inf) < SHUN_SECONDS
+
     def _unshunned_first(self, peers: Iterable[str]) -> list[str]:
-        recently = self._clock() - SHUN_SECONDS
-        return sorted(peers, key=lambda peer: self._failed_at.get(peer, 0.0) > recently)
+        return sorted(peers, key=self.shunned)
 
 
 async def fetch_manifest(transport: Transport, digest: bytes, peers: Sequence[str], timeout: float) -> bytes:

@@ -2,9 +2,11 @@
 
 import asyncio
 import math
+from collections import Counter
 from collections.abc import Callable
 
 from protocol.manifest import Manifest
+from protocol.messages import MAX_BATCH_BYTES
 from protocol.rules import Reason, Rejected, producer_quota
 from swarm.accounts import Accounts
 from swarm.admission import Admission, ScoringUnavailable
@@ -14,6 +16,8 @@ from swarm.transport import Transport, TransportError
 from swarm.wanted import Candidate, Wanted
 
 MAX_WANTED = 1024
+MAX_BATCH = 16
+"""Groups pulled over one stream."""
 POLL_SECONDS = 0.5
 """How often the pool is looked at for room, besides when something arrives."""
 STORE_PAUSE_SECONDS = 5.0
@@ -69,15 +73,11 @@ class Puller:
         """One puller; several may run."""
         while True:
             try:
-                candidate = self._next()
-                if candidate is None:
+                batch = self._next()
+                if not batch:
                     await self._wait_for_room()
                     continue
-                self._pulling[candidate.announcement.group] = candidate.producer
-                try:
-                    await self._pull(candidate)
-                finally:
-                    del self._pulling[candidate.announcement.group]
+                await self._pull(batch)
             except StoreError as error:
                 self._accounts.store_trouble(error)
                 await asyncio.sleep(STORE_PAUSE_SECONDS)
@@ -90,49 +90,87 @@ class Puller:
         except TimeoutError:
             self._unused_at = -math.inf  # the loop may have used some meanwhile
 
-    def _next(self) -> Candidate | None:
-        """What to pull now: None while enough unused groups are here or under way, or nothing suits.
+    def _next(self) -> list[Candidate]:
+        """What to pull now from one holder: nothing while enough unused groups are here or under way, or none suits.
 
         A producer has its share of the pool and no more (rule 12), so that a flood leaves room for others.
         """
         if not len(self.wanted):
-            return None
+            return []
         now = self._clock()
         if not 0 <= now - self._unused_at < POLL_SECONDS:
             self._unused, self._unused_at = self._store.unused(now), now
-        held = dict(self._unused)
-        for producer in self._pulling.values():
-            held[producer] = held.get(producer, 0) + 1
-        if sum(held.values()) >= self._pool_target:
-            return None
-        producers = len(self.wanted.producers() | held.keys())
-        quota = producer_quota(self._pool_target, self._manifest.caps.max_producer_share, producers)
-        return self.wanted.pop(
-            now,
-            lambda candidate: (
-                held.get(candidate.producer, 0) < quota
-                and candidate.announcement.group not in self._pulling
-                and not self._reputation.is_banned(candidate.producer)
-            ),
+        held = Counter(self._unused)
+        held.update(self._pulling.values())
+        room = self._pool_target - held.total()
+        quota = producer_quota(
+            self._pool_target, self._manifest.caps.max_producer_share, len(self.wanted.producers() | held.keys())
         )
+        batch: list[Candidate] = []
+        size = 0
 
-    async def _pull(self, candidate: Candidate) -> None:
-        """Fetch, judge and keep one group. Raises StoreError."""
+        def allowed(candidate: Candidate) -> bool:
+            announcement = candidate.announcement
+            if batch and (
+                self._holders(candidate)[0] != self._holders(batch[0])[0]
+                or size + announcement.size > MAX_BATCH_BYTES
+                or self._fetcher.shunned(self._holders(candidate)[0])
+            ):
+                return False
+            return (
+                held[candidate.producer] < quota
+                and announcement.group not in self._pulling
+                and not self._reputation.is_banned(candidate.producer)
+            )
+
+        while len(batch) < min(room, MAX_BATCH):
+            candidate = self.wanted.pop(now, allowed)
+            if candidate is None:
+                break
+            batch.append(candidate)
+            size += candidate.announcement.size
+            held[candidate.producer] += 1
+            self._pulling[candidate.announcement.group] = candidate.producer
+        return batch
+
+    def _holders(self, candidate: Candidate) -> list[str]:
+        """Who should have the body, likeliest first."""
+        if candidate.producer in self._transport.peers():
+            return [candidate.producer, candidate.forwarder]
+        return [candidate.forwarder, candidate.producer]
+
+    async def _pull(self, batch: list[Candidate]) -> None:
+        """Fetch, judge and keep what `_next` gave. What a StoreError leaves undone is wanted again."""
+        left = list(batch)
+        try:
+            bodies: dict[bytes, bytes] = {}
+            if len(batch) > 1:
+                wanted = [(candidate.announcement.group, candidate.announcement.size) for candidate in batch]
+                bodies = await self._fetcher.fetch_batch(self._holders(batch[0])[0], wanted)
+            while left:
+                digest = left[0].announcement.group
+                await self._pull_one(left[0], bodies.get(digest))
+                del self._pulling[digest]
+                del left[0]
+        finally:
+            for candidate in left:
+                del self._pulling[candidate.announcement.group]
+                if not self._reputation.is_banned(candidate.producer):
+                    self.wanted.add(candidate, self._reputation.weight(candidate.producer), self._clock())
+
+    async def _pull_one(self, candidate: Candidate, body: bytes | None) -> None:
         announcement, producer, counters = candidate.announcement, candidate.producer, self._accounts.counters
         if self._store.has_group(announcement.group):
             return
-        first = [candidate.forwarder, producer]
-        if producer in self._transport.peers():
-            first.reverse()
-        try:
-            body = await self._fetcher.fetch(announcement.group, announcement.size, first)
-        except (FetchFailed, TransportError) as error:
-            counters.fetch_failures += 1
-            self._accounts.tell(
-                "fetch", producer, f"group {announcement.group.hex()[:12]} could not be pulled: {error}"
-            )
-            self.wanted.retry(candidate, self._reputation.weight(producer), self._clock())
-            return
+        if body is None:
+            try:
+                body = await self._fetcher.fetch(announcement.group, announcement.size, self._holders(candidate))
+            except (FetchFailed, TransportError) as error:
+                counters.fetch_failures += 1
+                name = announcement.group.hex()[:12]
+                self._accounts.tell("fetch", producer, f"group {name} could not be pulled: {error}")
+                self.wanted.retry(candidate, self._reputation.weight(producer), self._clock())
+                return
         counters.fetched += 1
         counters.bytes_in += len(body)
         try:

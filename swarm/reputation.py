@@ -16,7 +16,8 @@ HALF_LIFE = 86400.0
 DOUBT = 4.0
 """A newcomer's weight is 1/DOUBT; it takes about as many admitted groups to come to a half."""
 BAN_AT = 18.0
-"""Four grave offences within a few hours. Penalty from which a peer is banned, if it also outweighs what it did well; lifted once faded below half of it."""
+"""Penalty from which a peer is banned, if it also outweighs what it did well: four grave offences within a few hours.
+The ban is lifted once the penalty has faded below half of this."""
 
 PENALTIES: dict[str, float] = {
     Reason.too_large: 5.0,

@@ -9,10 +9,13 @@ import msgspec
 
 from protocol.manifest import Manifest
 from protocol.messages import (
+    BATCH_PROTOCOL,
     GROUPS_PROTOCOL,
     LIVE_PROTOCOL,
     MANIFEST_PROTOCOL,
+    MAX_BATCH_BYTES,
     MAX_REQUEST_BYTES,
+    BatchRequest,
     GroupRequest,
     LiveRequest,
     LiveResponse,
@@ -35,6 +38,7 @@ class Serving:
 
     def serve_on(self, transport: Transport) -> None:
         transport.serve(GROUPS_PROTOCOL, self.group, max_request=MAX_REQUEST_BYTES)
+        transport.serve(BATCH_PROTOCOL, self.batch, max_request=MAX_REQUEST_BYTES)
         transport.serve(LIVE_PROTOCOL, self.live, max_request=MAX_REQUEST_BYTES)
         transport.serve(MANIFEST_PROTOCOL, self.manifest, max_request=MAX_REQUEST_BYTES)
 
@@ -45,6 +49,18 @@ class Serving:
         counters.served += bool(answer)
         counters.bytes_out += len(answer)
         return answer
+
+    async def batch(self, peer: str, data: bytes) -> bytes:
+        request = msgspec.msgpack.decode(data, type=BatchRequest)
+        answer = bytearray()
+        for digest in request.groups:
+            body = self._store.body(digest)
+            if body is None or len(answer) + len(body) > MAX_BATCH_BYTES:
+                break
+            answer += body
+            self._accounts.counters.served += 1
+        self._accounts.counters.bytes_out += len(answer)
+        return bytes(answer)
 
     async def live(self, peer: str, data: bytes) -> bytes:
         request = msgspec.msgpack.decode(data, type=LiveRequest)

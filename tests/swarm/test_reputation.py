@@ -4,7 +4,7 @@ import pytest
 
 from protocol.rules import Reason
 from swarm.experience import ExperienceStore
-from swarm.reputation import BAN_AT, DOUBT, HALF_LIFE, PENALTIES, Reputation
+from swarm.reputation import DOUBT, HALF_LIFE, PENALTIES, Reputation
 
 NOW = 1_000_000.0
 
