@@ -1,6 +1,7 @@
 import asyncio
 import hashlib
 from collections.abc import AsyncIterator, Callable
+from itertools import pairwise
 
 import pytest
 
@@ -13,7 +14,7 @@ LOOPBACK = "/ip4/127.0.0.1/tcp/0"
 
 async def until(condition: Callable[[], bool], timeout: float = 10.0) -> None:
     async with asyncio.timeout(timeout):
-        while not condition():
+        while not condition():  # noqa: ASYNC110 - what is waited for has no event
             await asyncio.sleep(0.01)
 
 
@@ -66,7 +67,7 @@ class Network:
     async def line(self, count: int) -> list[Transport]:
         """Each connected to the next."""
         transports = await self.start(count)
-        for here, there in zip(transports, transports[1:], strict=False):
+        for here, there in pairwise(transports):
             await here.connect(there.addresses()[0], timeout=5)
             await until(lambda here=here, there=there: here.peer_id in there.peers())
         return transports

@@ -1,0 +1,153 @@
+"""Discovery: a node that knows one peer soon knows all, and stays connected to them.
+
+Bootstrap peers are dialled until they answer; through them the node meets at the rendezvous of its swarm (provider
+records under the manifest digest) whoever else is there, dials them, and dials again whoever is lost. Nothing here
+is ever fatal: an unreachable peer is tried again with back-off, for ever if it is a bootstrap peer.
+"""
+
+import asyncio
+import logging
+import random
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from swarm.transport import PeerUnreachable, Transport, TransportError
+
+DIAL_SECONDS = 10.0
+LOOKUP_SECONDS = 15.0
+FIRST_BACK_OFF, LONGEST_BACK_OFF = 0.5, 30.0
+DIALS_AT_ONCE = 8
+MAX_KNOWN = 512
+GIVE_UP_SECONDS = 3600.0
+"""A lost peer that is no bootstrap peer is dialled for this long; the rendezvous tells of it when it returns."""
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class KnownPeer:
+    address: str
+    is_bootstrap: bool
+    last_seen: float
+    next_dial: float
+    back_off: float = FIRST_BACK_OFF
+
+
+class Discovery:
+    """A service: `run` until cancelled.
+
+    `rendezvous`: the key under which the peers of this swarm find each other (manifest digest). `clock`: seconds,
+    monotonic. `interval`: seconds between two look-ups once the set of peers is stable. `max_peers`: no more is
+    dialled when so many are connected. `tick`: seconds between two looks at the connections.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        bootstrap: Iterable[str],
+        rendezvous: bytes,
+        *,
+        clock: Callable[[], float],
+        interval: float = 30.0,
+        max_peers: int = 32,
+        tick: float = 0.5,
+    ) -> None:
+        self._transport = transport
+        self._rendezvous = rendezvous
+        self._clock = clock
+        self._interval = interval
+        self._max_peers = max_peers
+        self._tick = tick
+        # Seeded by the peer id, so that nodes that lost the same bootstrap peer do not all come back at once.
+        self._random = random.Random(transport.peer_id)
+        self._known: dict[str, KnownPeer] = {}
+        self._connected: frozenset[str] = frozenset()
+        self._next_lookup = self._lookup_gap = 0.0
+        self.last_error: str | None = None
+        """Why the last dial of a bootstrap peer failed, for the status page; None once one answered."""
+        for address in bootstrap:
+            peer = address.rpartition("/p2p/")[2]
+            if peer != transport.peer_id:
+                self._known[peer] = KnownPeer(address, is_bootstrap=True, last_seen=clock(), next_dial=0.0)
+
+    @property
+    def known(self) -> int:
+        """Peers known by now, connected or not."""
+        return len(self._known)
+
+    async def run(self) -> None:
+        while True:
+            await self.step()
+            await asyncio.sleep(self._tick)
+
+    async def step(self) -> None:
+        """Look at the connections once, and look up and dial what is due."""
+        self._look_at_connections()
+        if self._connected and self._clock() >= self._next_lookup:
+            await self._look_up()
+        await self._dial_due()
+
+    def _look_at_connections(self) -> None:
+        now, connected = self._clock(), frozenset(self._transport.peers())
+        for peer in connected:
+            known = self._known.get(peer)
+            if known is None:
+                # It dialled us. The transport keeps its address, so its id is enough to dial it when it is lost.
+                known = self._known[peer] = KnownPeer(f"/p2p/{peer}", is_bootstrap=False, last_seen=now, next_dial=0.0)
+            known.last_seen, known.next_dial, known.back_off = now, 0.0, FIRST_BACK_OFF
+        if connected != self._connected:
+            self._next_lookup, self._lookup_gap = now, self._tick
+        self._connected = connected
+        self._forget(now)
+
+    def _forget(self, now: float) -> None:
+        lost = sorted(
+            (known.last_seen, peer)
+            for peer, known in self._known.items()
+            if not known.is_bootstrap and peer not in self._connected
+        )
+        surplus = len(self._known) - MAX_KNOWN
+        for number, (last_seen, peer) in enumerate(lost):
+            if number < surplus or now - last_seen > GIVE_UP_SECONDS:
+                del self._known[peer]
+
+    async def _look_up(self) -> None:
+        """Say that we are here and ask who else is. Often after a change, then ever less, down to `interval`."""
+        try:
+            async with asyncio.timeout(LOOKUP_SECONDS):
+                await self._transport.provide(self._rendezvous)
+                found = await self._transport.find_providers(self._rendezvous, timeout=LOOKUP_SECONDS)
+        except (TransportError, TimeoutError) as error:
+            log.info("look-up of the swarm's peers failed: %s", error or "no answer in time")
+            found = ()
+        now = self._clock()
+        for peer in found:
+            if peer not in self._known and peer != self._transport.peer_id and len(self._known) < MAX_KNOWN:
+                self._known[peer] = KnownPeer(f"/p2p/{peer}", is_bootstrap=False, last_seen=now, next_dial=0.0)
+        self._lookup_gap = min(self._interval, self._lookup_gap * 2)
+        self._next_lookup = now + self._lookup_gap
+
+    async def _dial_due(self) -> None:
+        now = self._clock()
+        room = min(DIALS_AT_ONCE, self._max_peers - len(self._connected))
+        due = sorted(
+            (not known.is_bootstrap, known.next_dial, peer)
+            for peer, known in self._known.items()
+            if peer not in self._connected and known.next_dial <= now
+        )
+        await asyncio.gather(*(self._dial(peer) for _, _, peer in due[: max(0, room)]))
+
+    async def _dial(self, peer: str) -> None:
+        known = self._known[peer]
+        try:
+            await self._transport.connect(known.address, timeout=DIAL_SECONDS)
+        except PeerUnreachable as error:
+            if known.is_bootstrap:
+                self.last_error = str(error)
+            log.debug("dialling %s: %s", known.address, error)
+        else:
+            if known.is_bootstrap:
+                self.last_error = None
+            return
+        known.next_dial = self._clock() + known.back_off * self._random.uniform(0.75, 1.25)
+        known.back_off = min(LONGEST_BACK_OFF, known.back_off * 2)
