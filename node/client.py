@@ -96,6 +96,4 @@ def connect(home: Home, timeout: float = TIMEOUT) -> Client:
     info = home.daemon()
     if info is None:
         raise DaemonUnreachable(f"no daemon runs on {home.path} ; start it with `shoal up`")
-    # a daemon that listens everywhere (in a container) is reached, and accepts the Host header, by loopback
-    url = info.url.replace("//0.0.0.0:", "//127.0.0.1:").replace("//[::]:", "//[::1]:")
-    return Client(url, token, timeout)
+    return Client(info.url, token, timeout)

@@ -16,7 +16,6 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_settings import (
     BaseSettings,
-    EnvSettingsSource,
     InitSettingsSource,
     PydanticBaseSettingsSource,
     SettingsConfigDict,
@@ -96,24 +95,21 @@ def load(home: Home, overrides: Mapping[str, Any] = MappingProxyType({})) -> Set
             enable_decoding=False,
         )
 
-        @classmethod
-        def settings_customise_sources(
-            cls,
+        @staticmethod
+        def settings_customise_sources(  # type: ignore[override]
             settings_cls: type[BaseSettings],
             init_settings: PydanticBaseSettingsSource,
             env_settings: PydanticBaseSettingsSource,
-            dotenv_settings: PydanticBaseSettingsSource,
-            file_secret_settings: PydanticBaseSettingsSource,
+            **_others: PydanticBaseSettingsSource,
         ) -> tuple[PydanticBaseSettingsSource, ...]:
             file = TomlConfigSettingsSource(settings_cls, home.config_path)
             check_keys(flatten(file.toml_data, str(home.config_path)), str(home.config_path))
-            environment = EnvSettingsSource(settings_cls)
             alias = InitSettingsSource(settings_cls, nest(aliased))
             origins.update(dict.fromkeys(flatten(file.toml_data, ""), "config.toml"))
             origins.update({key: next(n for n, k in ALIASES.items() if k == key) for key in aliased})
-            origins.update({key: variable(key) for key in flatten(environment(), "")})
+            origins.update({key: variable(key) for key in flatten(env_settings(), "")})
             origins.update(dict.fromkeys(overrides, "flag"))
-            return init_settings, environment, alias, file
+            return init_settings, env_settings, alias, file
 
     try:
         layers = Layers(**nest(overrides))

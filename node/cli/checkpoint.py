@@ -11,6 +11,9 @@ from node.cli.session import Group, Session, with_session
 if TYPE_CHECKING:
     from node.checkpoint import CheckpointStore
 
+TRAINER_FILES = ("exp_avg.safetensors", "exp_avg_sq.safetensors", "trainer.json")
+"""The optimizer's, of no use elsewhere. Those of node/training/files.py, whose import would cost torch's seconds."""
+
 
 class ExportRefused(Exception):
     """The target of an export is taken, or what should be exported is damaged."""
@@ -58,7 +61,6 @@ def export(session: Session, name: str, directory: Path) -> None:
     """Copy a checkpoint's model into a new DIRECTORY that `from_pretrained` and vLLM load: no optimizer, no state."""
     from node.checkpoint import BEST, FILES, STATE, damage
     from node.cli.output import emit
-    from node.training.files import FIRST_MOMENTS, SECOND_MOMENTS, TRAINER
 
     entry = store(session).find(name)
     if directory.exists():
@@ -66,9 +68,8 @@ def export(session: Session, name: str, directory: Path) -> None:
     if fault := damage(entry.path):
         raise ExportRefused(f"{entry.path} is damaged: {fault} ; export another one (shoal checkpoint list)")
     aside = directory.with_name(f".{directory.name}.part")
-    own = (BEST, FILES, STATE, FIRST_MOMENTS, SECOND_MOMENTS, TRAINER)
     try:
-        shutil.copytree(entry.path, aside, ignore=shutil.ignore_patterns(*own))
+        shutil.copytree(entry.path, aside, ignore=shutil.ignore_patterns(BEST, FILES, STATE, *TRAINER_FILES))
         aside.rename(directory)
     finally:
         shutil.rmtree(aside, ignore_errors=True)

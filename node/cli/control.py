@@ -43,7 +43,7 @@ def down(session: Session) -> None:
 def pause(session: Session, reason: str) -> None:
     """Stop training after the step in progress; the node stays in touch with its peers."""
     session.client().post("pause", body={"reason": reason})
-    answer(session, "PAUSED", reason, "run shoal resume to go on")
+    answer(session, "PAUSED", f"{reason} (after the step in progress)", "run shoal resume to go on")
 
 
 @click.command(cls=Command)

@@ -1,5 +1,7 @@
 """`shoal env`: the tasks this node can practise."""
 
+from __future__ import annotations
+
 from typing import TYPE_CHECKING
 
 import click
@@ -88,7 +90,7 @@ def check(session: Session, names: tuple[str, ...]) -> int:
     return 1 if any(problems.values()) else 0
 
 
-def specs(session: Session) -> "list[EnvironmentSpec]":
+def specs(session: Session) -> list[EnvironmentSpec]:
     """What this node's swarm practises; the embedded curriculum where there is no swarm yet."""
     from protocol.manifest import embedded_manifest
 
@@ -96,7 +98,7 @@ def specs(session: Session) -> "list[EnvironmentSpec]":
     return list(manifest.environments)
 
 
-def spec_of(session: Session, name: str) -> "EnvironmentSpec":
+def spec_of(session: Session, name: str) -> EnvironmentSpec:
     """The swarm's settings of an environment, or the environment with its own defaults. Raises EnvironmentUnknown."""
     import difflib
 
@@ -114,7 +116,7 @@ def spec_of(session: Session, name: str) -> "EnvironmentSpec":
     return EnvironmentSpec(name, versions[name], 1, {})
 
 
-def built(spec: "EnvironmentSpec") -> "Environment":
+def built(spec: EnvironmentSpec) -> Environment:
     from node.environments.known import build
 
     return build(spec.name, spec.version, spec.settings)

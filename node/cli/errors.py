@@ -53,7 +53,7 @@ class Reporting:
         return None
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self, kind: type[BaseException] | None, error: BaseException | None, _trace: TracebackType | None
     ) -> Literal[False]:
         if error is None or isinstance(error, SystemExit | GeneratorExit):
             return False

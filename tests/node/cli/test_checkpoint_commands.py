@@ -6,15 +6,15 @@ import pytest
 from click.testing import Result
 
 from node.checkpoint import CheckpointStore
+from node.cli.checkpoint import TRAINER_FILES
 from node.home import Home
 
 Run = Callable[..., Result]
 MODEL_FILES = {"model.safetensors": "weights", "config.json": "{}", "tokenizer.json": "{}"}
-TRAINER_FILES = {"exp_avg.safetensors": "m", "exp_avg_sq.safetensors": "v", "trainer.json": "{}"}
 
 
 def write(directory: Path) -> None:
-    for name, content in (MODEL_FILES | TRAINER_FILES).items():
+    for name, content in (MODEL_FILES | dict.fromkeys(TRAINER_FILES, "{}")).items():
         (directory / name).write_text(content)
 
 
@@ -62,3 +62,9 @@ def test_export_refuses(run: Run, home: Home, saved: CheckpointStore, tmp_path: 
     damaged = run("--home", home.path, "checkpoint", "export", "latest", tmp_path / "model")
     assert (damaged.exit_code, "model.safetensors has changed" in damaged.stderr) == (1, True)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["home", "taken"]
+
+
+def test_the_trainers_files_are_those_the_trainer_writes() -> None:
+    from node.training import files  # imports torch
+
+    assert TRAINER_FILES == (files.FIRST_MOMENTS, files.SECOND_MOMENTS, files.TRAINER)
