@@ -75,7 +75,7 @@ class FixtureView:
                 "trained_foreign": 164,
             },
         }
-        verdicts = [("admitted", "")] * 3 + [
+        verdicts = [("admitted", "")] * 5 + [
             ("uninformative", "all 8 rewards are equal"),
             ("reward_mismatch", "completion 3 claims 1.00, scored here 0.01"),
         ]

@@ -16,7 +16,7 @@ export async function showGroup(id) {
     text(completion.text),
   ]);
   document.getElementById("group-title").textContent = `${line(group.environment, 80)}, ${line(group.verdict, 40).replaceAll("_", " ")}`;
-  document.getElementById("group-body").replaceChildren(...prompt, ...completions);
+  document.getElementById("group-body").replaceChildren(...(group.detail ? [element("p", { class: "why" }, line(group.detail, 400))] : []), ...prompt, ...completions);
   document.getElementById("group").showModal();
 }
 

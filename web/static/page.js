@@ -86,10 +86,10 @@ function peerRow(peer) {
     "tr", {},
     name,
     element("td", {}, element("bdi", { class: "text" }, line(peer.model, 80) || "–")),
-    element("td", { class: "number" }, peer.banned ? "banned" : number(peer.reputation, 2)),
-    element("td", { class: "number" }, number(peer.published)),
-    element("td", { class: "number" }, number(peer.admitted)),
-    element("td", {}, element("span", { class: "text" }, counts(peer.rejected) || "none")),
+    element("td", { class: "number", "data-label": "reputation" }, peer.banned ? "banned" : number(peer.reputation, 2)),
+    element("td", { class: "number", "data-label": "announced" }, number(peer.published)),
+    element("td", { class: "number", "data-label": "admitted" }, number(peer.admitted)),
+    element("td", { "data-label": "refused" }, element("span", { class: "text" }, counts(peer.rejected) || "none")),
     element("td", {}, element("time", {}, clock(peer.last_seen))),
   );
 }
