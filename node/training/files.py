@@ -8,16 +8,13 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from node.checkpoint import CheckpointError
 from node.models import ModelBundle
 
 WEIGHTS = "model.safetensors"
 FIRST_MOMENTS = "exp_avg.safetensors"
 SECOND_MOMENTS = "exp_avg_sq.safetensors"
 TRAINER = "trainer.json"
-
-
-class TrainerFilesError(Exception):
-    """A trainer directory cannot be read; the message names the file and what is wrong."""
 
 
 def save_model(bundle: ModelBundle, weights: Mapping[str, torch.Tensor], directory: Path) -> None:
@@ -40,18 +37,18 @@ def save_optimizer(
 
 
 def load_weights(weights: Mapping[str, torch.Tensor], directory: Path) -> None:
-    """Read weights into the given tensors. Raises TrainerFilesError, before anything is changed where it can."""
+    """Read weights into the given tensors. Raises CheckpointError, before anything is changed where it can."""
     for name, tensor in _read(directory / WEIGHTS, weights):
         weights[name].detach().copy_(tensor)
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, weights: Mapping[str, torch.Tensor], directory: Path) -> int:
-    """Inverse of `save_optimizer`; returns the step. Raises TrainerFilesError."""
+    """Inverse of `save_optimizer`; returns the step. Raises CheckpointError."""
     try:
         counts = json.loads((directory / TRAINER).read_text())
         step, updates = int(counts["step"]), int(counts["updates"])
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise TrainerFilesError(f"{directory / TRAINER} cannot be read: {error}") from error
+        raise CheckpointError(f"{directory / TRAINER} cannot be read: {error}") from error
     optimizer.state.clear()
     if updates:
         for weight in weights.values():
@@ -70,8 +67,8 @@ def _read(path: Path, weights: Mapping[str, torch.Tensor]) -> Iterator[tuple[str
             wanted = {name: tuple(weight.shape) for name, weight in weights.items()}
             if shapes != wanted:
                 odd = sorted(name for name in shapes.keys() | wanted.keys() if shapes.get(name) != wanted.get(name))
-                raise TrainerFilesError(f"{path} is of another model: {len(odd)} tensors differ, the first is {odd[0]}")
+                raise CheckpointError(f"{path} is of another model: {len(odd)} tensors differ, the first is {odd[0]}")
             for name in wanted:
                 yield name, file.get_tensor(name)
     except (OSError, SafetensorError) as error:
-        raise TrainerFilesError(f"{path} cannot be read: {error}") from error
+        raise CheckpointError(f"{path} cannot be read: {error}") from error

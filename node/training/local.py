@@ -183,7 +183,7 @@ class LocalTrainer:
         files.save_optimizer(self.optimizer, self.weights.masters, self.step, directory)
 
     def load(self, directory: Path) -> None:
-        """Inverse of `save`, in place. Raises TrainerFilesError."""
+        """Inverse of `save`, in place. Raises CheckpointError."""
         step = files.load_optimizer(self.optimizer, self.weights.masters, directory)
         files.load_weights(self.weights.masters, directory)
         self.weights.publish()
