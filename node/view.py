@@ -122,7 +122,7 @@ class DaemonView:
             "invite": node.invite_uri(),
         }
 
-    def events(self, after: int, limit: int) -> Sequence[Mapping[str, Json]]:
+    def events(self, after: int | None, limit: int) -> Sequence[Mapping[str, Json]]:
         return self.node.history.events(after, limit)
 
     async def follow(self, after: int) -> AsyncIterator[Mapping[str, Json]]:
