@@ -1,0 +1,228 @@
+"""N steps in one go = k steps, kill -9, N-k steps: the same weights bit for bit, with real node processes.
+
+Both runs start from copies of one home: same identity, manifest, foreign groups (frozen: put into the store
+beforehand), seed. The model is a tiny random one, the environment one in which a random model's answers differ.
+"""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import msgspec
+import pytest
+from safetensors.torch import load_file
+from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers.decoders import ByteLevel
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from node.client import DaemonUnreachable, RequestRefused, connect
+from node.history import History
+from node.home import Home
+from protocol.assignment import own_task
+from protocol.envelope import Domain, digest_of, seal
+from protocol.identity import Identity
+from protocol.manifest import EnvironmentSpec, Manifest, make_manifest
+from protocol.rollout import Completion, RolloutGroup, Turn
+from swarm.experience import ADMITTED, ExperienceStore, GroupRecord
+
+STEPS = 6
+DEADLINE = 180.0
+ENVIRONMENT = '''
+from node.interfaces import Message, Score, Task
+
+
+class Evenness:
+    """Rewards answers of even length: something that a random model does half of the time."""
+
+    name, version = "evenness", "1"
+
+    def __init__(self, settings):
+        pass
+
+    def task(self, seed, index):
+        return Task((Message("user", f"{seed % 1000} {index}"),), 8)
+
+    def score(self, seed, index, answer):
+        return Score(float(len(answer) % 2 == 0), True)
+
+    def self_check(self):
+        return []
+'''
+
+
+def tiny_model(directory: Path) -> None:
+    """A random Llama of 30 thousand parameters with a byte-level tokenizer and a chat template."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: i for i, token in enumerate(["<|end|>", "<|user|>", *alphabet])}
+    tokenizer = Tokenizer(models.BPE(vocabulary, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = ByteLevel()
+    wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>", pad_token="<|end|>")
+    wrapped.chat_template = "{% for m in messages %}<|user|>{{ m.content }}<|end|>{% endfor %}"
+    wrapped.save_pretrained(directory)
+    config = LlamaConfig(
+        vocab_size=len(vocabulary),
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+        eos_token_id=0,
+        bos_token_id=0,
+        tie_word_embeddings=True,
+    )
+    LlamaForCausalLM(config).save_pretrained(directory)
+
+
+def foreign_groups(home: Home, manifest: Manifest, count: int) -> None:
+    """Admitted groups of another node, in the store as the exchange would have left them."""
+    producer = Identity.from_seed(b"\7" * 32)
+    now = time.time()
+    epoch = manifest.epoch_at(now)
+    store = ExperienceStore(home.database, 1 << 24, time.time)
+    for slot in range(count):
+        task = own_task(manifest, epoch, producer.peer_id, slot)
+        texts = ("even", "odd", "four", f"answer {slot}")
+        rewards = tuple(float(len(text) % 2 == 0) for text in texts)
+        group = RolloutGroup(
+            swarm=manifest.digest,
+            producer=producer.peer_id,
+            epoch=epoch,
+            task=task,
+            model="another",
+            tokenizer=b"",
+            policy_version=slot,
+            completions=tuple(
+                Completion((Turn("assistant", text),), "stop", len(text) + 1, reward)
+                for text, reward in zip(texts, rewards, strict=True)
+            ),
+        )
+        body = seal(producer, Domain.group, msgspec.msgpack.encode(group), issued=now, expires=now + 1800)
+        record = GroupRecord(
+            digest=digest_of(body),
+            origin="foreign",
+            producer=producer.peer_id,
+            epoch=epoch,
+            task=task,
+            model="another",
+            claimed=rewards,
+            local=rewards,
+            verdict=ADMITTED,
+            detail="",
+            received_at=now,
+            expires_at=now + 1800,
+        )
+        assert store.add(record, body)
+    store.close()
+
+
+@pytest.fixture
+def prepared(tmp_path: Path, no_variables: None, monkeypatch: pytest.MonkeyPatch) -> Home:
+    tiny_model(tmp_path / "model")
+    site = tmp_path / "site"
+    info = site / "evenness-1.dist-info"
+    info.mkdir(parents=True)
+    (site / "evenness.py").write_text(ENVIRONMENT)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: evenness\nVersion: 1\n")
+    (info / "entry_points.txt").write_text("[shoal.environments]\nevenness@1 = evenness:Evenness\n")
+    monkeypatch.setenv("PYTHONPATH", str(site))
+    home = Home(tmp_path / "first")
+    home.init()
+    manifest = make_manifest(
+        "resume", time.time() - 60, (EnvironmentSpec("evenness", "1", 1, {}),), epoch_seconds=86400
+    )
+    home.found(manifest)
+    foreign_groups(home, manifest, 20)
+    home.config_path.write_text(
+        f"""
+[node]
+threads = 1
+[model]
+path = "{tmp_path / "model"}"
+dtype = "float32"
+[rollout]
+group_size = 4
+[train]
+learning_rate = 1e-3
+[swarm]
+own_groups = 3
+foreign_groups = 3
+[network]
+listen = "/ip4/127.0.0.1/tcp/0"
+[web]
+port = 0
+[eval]
+every = 0
+tasks = 2
+[checkpoint]
+every = 4
+"""
+    )
+    return home
+
+
+def start(home: Home, *arguments: str) -> subprocess.Popen[bytes]:
+    log = (home.path / "console.log").open("ab")
+    command = [sys.executable, "-m", "node", "--home", str(home.path), "up", *arguments]
+    return subprocess.Popen(command, stdout=log, stderr=log, env={**os.environ, "OMP_NUM_THREADS": "1"})
+
+
+def finish(home: Home, steps: int) -> None:
+    process = start(home, "--steps", str(steps))
+    try:
+        assert process.wait(DEADLINE) == 0, (home.path / "console.log").read_text()[-3000:]
+    finally:
+        process.kill()
+
+
+def kill_at(home: Home, step: int) -> None:
+    """Run until `step` updates are done, then kill -9."""
+    process = start(home, "--steps", str(STEPS))
+    deadline = time.monotonic() + DEADLINE
+    try:
+        while time.monotonic() < deadline and process.poll() is None:
+            try:
+                if connect(home, timeout=2.0).get("status")["step"] >= step:
+                    break
+            except (DaemonUnreachable, RequestRefused):
+                pass
+            time.sleep(0.02)
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.wait(10)
+
+
+def weights(home: Home) -> dict[str, bytes]:
+    tensors = load_file(home.checkpoints / f"step-{STEPS}" / "model.safetensors")
+    moments = load_file(home.checkpoints / f"step-{STEPS}" / "exp_avg.safetensors")
+    return {name: t.numpy().tobytes() for part in (tensors, moments) for name, t in part.items()}
+
+
+def records(home: Home) -> list[dict[str, object]]:
+    history = History(home.database, time.time)
+    kept = ("step", "reward", "own_groups", "foreign_groups", "loss", "grad_norm")
+    found = [{name: step[name] for name in kept} for step in history.steps(0, 100)]
+    history.close()
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.network
+def test_killed_runs_end_with_the_same_weights(prepared: Home, tmp_path: Path) -> None:
+    killed = Home(tmp_path / "second")
+    shutil.copytree(prepared.path, killed.path)
+
+    finish(prepared, STEPS)
+    kill_at(killed, 2)
+    kill_at(killed, 5)  # past the full checkpoint of step 4
+    finish(killed, STEPS)
+
+    assert [record["step"] for record in records(prepared)] == list(range(1, STEPS + 1))
+    assert any(record["foreign_groups"] for record in records(prepared))
+    assert records(killed) == records(prepared)
+    assert weights(killed) == weights(prepared)
