@@ -178,7 +178,7 @@ class Daemon:
         await self.loop.run(steps)
         await self.loop.checkpoint()
         if stay:
-            self.progress.say("WAITING", f"all {steps} steps are done; serving peers", "stop it: shoal down")
+            self.progress.say("IDLE", f"all {steps} steps are done; serving peers", "stop it: shoal down")
             await asyncio.Event().wait()
         raise Stopped
 
@@ -292,12 +292,14 @@ class Daemon:
     def pause(self, reason: str) -> None:
         self.history.event("info", "pause", f"paused: {reason}")
         self.pause_reason = reason
+        self.progress.say("PAUSED", f"{reason} (after the step in progress)", "run shoal resume to go on")
         if self.loop is not None:
             self.loop.unpaused.clear()
 
     def resume(self) -> None:
         self.history.event("info", "pause", "resumed")
         self.pause_reason = None
+        self.progress.say("TRAINING", "resumed")
         if self.loop is not None:
             self.loop.unpaused.set()
 

@@ -1,12 +1,21 @@
 """Held-out evaluation: a fixed set of tasks that no node can be assigned, sampled at temperature 1."""
 
+import asyncio
+import functools
+import time
 from collections.abc import Mapping
+from pathlib import Path
 
+from node.checkpoint import CheckpointStore
 from node.config import Config
+from node.device import Device
+from node.engines.transformers import TransformersEngine
+from node.home import Home, NoSwarm, models_dir
 from node.interfaces import Engine
-from node.models import ModelBundle
+from node.models import ModelBundle, load_model
 from node.rollouts import sample, sampling_seed
 from node.scorer import Scorer
+from node.settings import Settings
 from protocol.assignment import held_out_task
 from protocol.manifest import Manifest
 
@@ -19,7 +28,9 @@ async def held_out(
     Tasks and sampling seeds are the same every time, so two scores of one run differ only by the policy.
     """
     refs = [
-        held_out_task(manifest, spec.name, index) for spec in manifest.environments for index in range(config.eval.tasks)
+        held_out_task(manifest, spec.name, index)
+        for spec in manifest.environments
+        for index in range(config.eval.tasks)
     ]
     seeds = [sampling_seed(config.node.seed, "held-out", ref.environment, ref.index) for ref in refs]
     rollouts = await sample(engine, bundle, scorer, config, refs, seeds, config.eval.samples)
@@ -27,3 +38,37 @@ async def held_out(
     for rollout in rollouts:
         rewards.setdefault(rollout.ref.environment, []).extend(rollout.rewards)
     return {name: sum(values) / len(values) for name, values in rewards.items()}
+
+
+def evaluate_checkpoint(home: Home, settings: Settings, name: str) -> dict[str, float]:
+    """Held-out score of a saved checkpoint ('latest', 'best' or a step), by environment and their `mean`.
+
+    Works beside a running daemon: it reads only. Raises CheckpointError, ModelError, ScorerError, and NoSwarm when the
+    swarm's manifest is not here yet.
+    """
+    manifest = home.manifest()
+    if manifest is None:
+        raise NoSwarm(f"the manifest of the swarm is not in {home.path} yet ; run `shoal up` until it has come")
+    entry = CheckpointStore(home.checkpoints, settings.config.checkpoint.keep).find(name)
+    return asyncio.run(_evaluate_directory(entry.path, settings.config, manifest))
+
+
+async def _evaluate_directory(directory: Path, config: Config, manifest: Manifest) -> dict[str, float]:
+    device = Device()
+    scorer = Scorer(
+        manifest.environments,
+        deadline=config.limits.scorer_seconds,
+        memory_mb=config.limits.scorer_memory_mb,
+        clock=time.monotonic,
+    )
+    load = functools.partial(
+        load_model, str(directory), device=config.model.device, dtype=config.model.dtype, models=models_dir()
+    )
+    try:
+        await scorer.start()
+        bundle = await device.run(load, stage="load model")
+        scores = await held_out(TransformersEngine(bundle, device), bundle, scorer, config, manifest)
+    finally:
+        await scorer.close()
+        device.close()
+    return {**scores, "mean": sum(scores.values()) / len(scores)}

@@ -98,8 +98,7 @@ class Loop:
             await self._evaluate()
         skips = 0
         while steps is None or p.trainer.step < steps:
-            if not self.unpaused.is_set():
-                await self.unpaused.wait()
+            await self.unpaused.wait()
             try:
                 await self.step()
                 skips = 0

@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Literal
 
-State = Literal["STARTING", "RESUMING", "TRAINING", "WAITING", "PAUSED", "STOPPING", "FAILED"]
+State = Literal["STARTING", "RESUMING", "TRAINING", "WAITING", "PAUSED", "IDLE", "STOPPING", "FAILED"]
 
 
 class StageTimeout(Exception):

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-WHILE_PAUSED = frozenset({"PAUSED", "STOPPING"})
+WHILE_PAUSED = frozenset({"PAUSED", "IDLE", "STOPPING"})
 
 HELP = {
     "shoal_clip_fraction": "Share of tokens whose ratio was clipped in the last update",
@@ -38,7 +38,8 @@ HELP = {
 def readiness(status: Mapping[str, Any]) -> list[str]:
     """Why the node does not work as it should; empty when it does.
 
-    A node that starts is given as long as a step may take; one that is paused is well however long ago it stepped.
+    A node that starts is given as long as a step may take; one that is paused or has done all its steps is well
+    however long ago it stepped.
     """
     state = status["state"]
     if state == "FAILED":

@@ -17,8 +17,8 @@ class NotFound(Exception):
 
 class NodeView(Protocol):
     def status(self) -> Mapping[str, Json]:
-        """`state` (STARTING, RESUMING, TRAINING, WAITING, PAUSED, STOPPING, FAILED), `reason`, `next` (action for a
-        person, or ''), `step`, `reward` (mean of the last step or None), `reward_start`, `held_out`, `held_out_start`
+        """`state` (STARTING, RESUMING, TRAINING, WAITING, PAUSED, IDLE, STOPPING, FAILED), `reason`, `next` (action for
+        a person, or ''), `step`, `reward` (mean of the last step or None), `reward_start`, `held_out`, `held_out_start`
         (or None), `tokens_per_second`, `own_groups` and `foreign_groups` of the last step, `peers` (count), `peer_id`,
         `name`, `swarm` (name), `stage` and `stage_seconds`, `last_step_age` (seconds or None), `step_deadline` (seconds
         after which a missing step is a fault), `rss_mb`, `peak_rss_mb`, `uptime`, `version`, `model`, `groups`
