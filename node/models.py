@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufConfig, PretrainedConfig
 from transformers.utils import logging as transformers_logging
 
@@ -99,7 +100,7 @@ def load_model(path: str, *, device: str, dtype: str, models: Path) -> ModelBund
             use_safetensors=True,
             attn_implementation=ATTENTION,
         )
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise ModelError(f"{directory}: the weights cannot be read ({error}); copy the model again, whole") from error
     model.to(place).eval()
     eos = model.generation_config.eos_token_id
