@@ -174,17 +174,8 @@ def steps(session: Session, limit: int) -> None:
     if session.as_json:
         emit(found)
         return
-    columns = [
-        "step",
-        "reward",
-        "held_out",
-        "loss",
-        "grad_norm",
-        "own_groups",
-        "foreign_groups",
-        "tokens_per_second",
-        "seconds",
-    ]
+    columns = ["step", "reward", "loss", "grad_norm", "own_groups", "foreign_groups", "tokens_per_second"]
+    columns += ["prepare_seconds", "update_seconds"]
     rows = [[step.get(name) for name in columns] for step in found]
     table(session, [name.replace("_", " ") for name in columns], rows, "No step done yet; see shoal status")
 

@@ -109,7 +109,7 @@ def test_health(run: Run, home: Home, daemon: Any) -> None:
 def test_client_errors_are_typed(home: Home, daemon: Any) -> None:
     client = connect(home)
     client.token = "wrong"
-    with pytest.raises(RequestRefused, match="wrong API token ; .*shoal open") as caught:
+    with pytest.raises(RequestRefused, match=r"wrong API token ; .*shoal open") as caught:
         client.get("status")
     assert caught.value.status == 401
     client.url = "http://127.0.0.1:9"  # the discard port: nobody there
