@@ -18,7 +18,7 @@ from protocol.identity import Identity
 from protocol.manifest import Manifest
 from protocol.messages import Announcement, announce_topic
 from protocol.rollout import RolloutGroup
-from protocol.rules import Rejected, check_announcement, check_group
+from protocol.rules import Reason, Rejected, check_announcement, check_group
 from swarm.accounts import Accounts
 from swarm.admission import Admission, Rescore, ScoringUnavailable, UnknownEnvironment
 from swarm.experience import ADMITTED, ANNOUNCED, ExperienceStore, GroupRecord, StoreError
@@ -36,6 +36,8 @@ __all__ = ["Exchange", "FetchFailed", "ScoringUnavailable", "UnknownEnvironment"
 PULLERS = 4
 HEALERS = 2
 MAX_OUTBOX = 256
+MAX_REFUSED = 4096
+"""Refused announcements remembered: peers that judge otherwise offer them at every healing."""
 MAX_SHARDS = 4
 """Announcement topics followed, where the manifest has more."""
 PROVIDE_SECONDS = 1.0
@@ -101,6 +103,7 @@ class Exchange:
             seed=seed,
         )
         self._serving = Serving(store, manifest, self._accounts, clock)
+        self._refused: dict[bytes, None] = {}
         self._outbox: asyncio.Queue[bytes] = asyncio.Queue(MAX_OUTBOX)
         self._to_provide: asyncio.Queue[bytes] = asyncio.Queue(MAX_OUTBOX)
 
@@ -210,12 +213,18 @@ class Exchange:
 
     def _hear(self, sealed: bytes, forwarder: str) -> bool:
         """Take note of an announcement, from gossip or healing. True when it was valid and new. Raises StoreError."""
-        now = self._clock()
+        now, name = self._clock(), digest_of(sealed)
+        if name in self._refused:
+            return False
         try:
             opened, announcement = check_announcement(
                 sealed, self.manifest, now, environments=self._environments, banned=self.reputation.is_banned
             )
         except Rejected as rejected:
+            if rejected.reason is not Reason.from_future:
+                self._refused[name] = None
+            if len(self._refused) > MAX_REFUSED:
+                del self._refused[next(iter(self._refused))]
             self._accounts.offence(culprit(sealed, forwarder, now), rejected)
             return False
         producer = opened.producer

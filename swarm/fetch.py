@@ -58,7 +58,7 @@ class Fetcher:
             key=lambda peer: hashlib.sha256(digest + peer.encode()).digest(),
         )
         holders = deque(self._unshunned_first(dict.fromkeys((*first, *others[:NEIGHBOURS]))))
-        asked_dht, problems = False, []
+        asked_dht, mixed, problems = False, False, []
         sink, senders = bytearray(), set[str]()
         for _ in range(MAX_REQUESTS):
             if not holders and not asked_dht:
@@ -76,6 +76,8 @@ class Fetcher:
             if len(sink) < size:
                 if problem and peer in senders:  # it broke off, but it had the body
                     holders.append(peer)
+                if mixed:
+                    sink, senders = bytearray(), set()
                 continue
             body = bytes(sink)
             if len(body) == size and hashlib.sha256(body).digest() == digest:
@@ -84,8 +86,10 @@ class Fetcher:
                 problems.append(f"{peer[-8:]}: bytes of another hash")
                 self._shun(peer)
                 self._on_mismatch(peer, body)
-            else:  # one of several sent rubbish: ask each for the whole
-                holders.extendleft(senders)
+            else:  # one of several sent rubbish: from now on each is asked for the whole
+                mixed = True
+                holders.extendleft(sorted(senders - {peer}))
+                holders.appendleft(peer)
             sink, senders = bytearray(), set()
         raise FetchFailed("; ".join(problems) or "no peer to ask")
 

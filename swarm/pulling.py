@@ -20,6 +20,8 @@ MAX_BATCH = 16
 """Groups pulled over one stream."""
 POLL_SECONDS = 0.5
 """How often the pool is looked at for room, besides when something arrives."""
+GATHER_SECONDS = 0.02
+"""Waited after something arrives: more of the same producer may follow, and be pulled with it."""
 STORE_PAUSE_SECONDS = 5.0
 
 
@@ -87,6 +89,7 @@ class Puller:
         try:
             async with asyncio.timeout(POLL_SECONDS):
                 await self._wake.wait()
+            await asyncio.sleep(GATHER_SECONDS)
         except TimeoutError:
             self._unused_at = -math.inf  # the loop may have used some meanwhile
 

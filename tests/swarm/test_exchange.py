@@ -13,7 +13,15 @@ from protocol.assignment import own_task
 from protocol.envelope import Domain, digest_of, seal
 from protocol.identity import Identity
 from protocol.manifest import Caps, EnvironmentSpec, make_manifest
-from protocol.messages import GROUPS_PROTOCOL, LIVE_PROTOCOL, MANIFEST_PROTOCOL, GroupRequest, announce_topic
+from protocol.messages import (
+    BATCH_PROTOCOL,
+    GROUPS_PROTOCOL,
+    LIVE_PROTOCOL,
+    MANIFEST_PROTOCOL,
+    BatchRequest,
+    GroupRequest,
+    announce_topic,
+)
 from protocol.rollout import Completion, RolloutGroup, TaskRef, Turn
 from protocol.rules import Rejected
 from swarm.exchange import (
@@ -293,6 +301,39 @@ async def test_a_broken_stream_is_resumed_where_it_broke(world: World) -> None:
     assert e.count("bytes_in") == size
     assert served < 3 * size, "what had arrived was not sent again"
     assert e.count("rejected") == {}
+
+
+async def test_groups_of_one_producer_are_pulled_together(world: World) -> None:
+    a, b = await world.node("a"), await world.node("b", heal_seconds=100)
+    digests = {a.exchange.publish(make_group(a.identity, slot)) for slot in range(20)}
+    streams = 0
+    request = b.transport.request
+
+    async def counted(peer: str, protocol: str, *arguments, **options) -> bytes:
+        nonlocal streams
+        streams += protocol in (GROUPS_PROTOCOL, BATCH_PROTOCOL)
+        return await request(peer, protocol, *arguments, **options)
+
+    b.transport.request = counted  # type: ignore[method-assign]
+    await join(a, b)
+    await until(lambda: b.pool() == digests)
+    assert streams <= 10
+    assert b.count("fetched") == a.count("served") == 20
+
+
+async def test_a_batch_is_answered_up_to_what_is_not_held(world: World) -> None:
+    a, asker = await world.node("a"), await world.peer("asker")
+    await join(asker, a)
+    first, second = (a.exchange.publish(make_group(a.identity, slot)) for slot in range(2))
+
+    async def ask(*digests: bytes) -> bytes:
+        request = msgspec.msgpack.encode(BatchRequest(digests))
+        return await asker.request(a.identity.peer_id, BATCH_PROTOCOL, request, max_bytes=1 << 20, timeout=1)
+
+    one, two = a.store.body(first) or b"", a.store.body(second) or b""
+    assert await ask(first, second) == one + two
+    assert await ask(second, bytes(32), first) == two
+    assert await ask(bytes(32)) == b""
 
 
 async def test_the_manifest_is_fetched_by_its_digest(world: World) -> None:
@@ -603,7 +644,7 @@ async def test_broken_requests_and_answers_end_nothing(world: World) -> None:
 
     bad.serve(LIVE_PROTOCOL, garbage, max_request=1 << 16)
     await join(bad, b)
-    for protocol in (GROUPS_PROTOCOL, LIVE_PROTOCOL, MANIFEST_PROTOCOL):
+    for protocol in (GROUPS_PROTOCOL, BATCH_PROTOCOL, LIVE_PROTOCOL, MANIFEST_PROTOCOL):
         for request in (b"", b"garbage", b"\xc1" * 1000, msgspec.msgpack.encode([b"x" * 32, [b"y" * 32] * 1025])):
             with pytest.raises(RequestFailed):
                 await bad.request(b.identity.peer_id, protocol, request, max_bytes=1000, timeout=1)
@@ -612,6 +653,16 @@ async def test_broken_requests_and_answers_end_nothing(world: World) -> None:
     await join(a, b)
     digest = a.exchange.publish(make_group(a.identity, 0))
     await until(lambda: digest in b.pool())
+
+
+async def test_what_was_refused_is_not_counted_at_every_healing(world: World) -> None:
+    a = await world.node("a")
+    b = await world.node("b", environments=[("chain_sum", "2")], heal_seconds=0.05)
+    a.exchange.publish(make_group(a.identity, 0))
+    await join(a, b)
+    await until(lambda: b.count("rejected") == {"unknown_environment": 1})
+    await asyncio.sleep(0.3)
+    assert b.count("rejected") == {"unknown_environment": 1}
 
 
 async def test_one_bad_record_never_drops_another(world: World) -> None:
