@@ -29,7 +29,7 @@ from node.home import Home, write_atomic
 PREFIX = "SHOAL_"
 ALIASES = MappingProxyType({"SHOAL_JOIN": "swarm.join"})
 RESERVED = frozenset({"SHOAL_HOME", "SHOAL_CACHE", "SHOAL_PASSPHRASE", "SHOAL_LOG_FORMAT", "SHOAL_TORCH"})
-"""Variables that are no settings: where the settings are, what must not be shown with them, what the installer takes."""
+"""Variables that are no settings: where the settings are, secrets, the form of logs, what the installer takes."""
 SECRET = frozenset({"swarm.join"})
 """An invite may hold the key of a private network."""
 
