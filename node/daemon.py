@@ -35,10 +35,11 @@ from protocol.assignment import held_out_task
 from protocol.invite import Invite
 from protocol.manifest import Manifest
 from swarm.bridge import Libp2pTransport
-from swarm.exchange import Exchange, fetch_manifest
+from swarm.exchange import Exchange, FetchFailed, fetch_manifest
 from swarm.experience import ExperienceStore
 from swarm.peers import Discovery
 from swarm.sampler import Sampler
+from swarm.serving import serve_manifest
 from swarm.transport import TransportError
 from web.server import WebServer
 
@@ -157,6 +158,7 @@ class Daemon:
     async def _live(self, services: asyncio.TaskGroup, steps: int | None, stay: bool) -> None:
         """Know the swarm, make the parts, continue where the last process stopped, train."""
         manifest = self.manifest = await self._know_manifest()
+        serve_manifest(self.transport, manifest)
         self.progress.say("STARTING", "starting the scorer and loading the model")
         self.scorer = Scorer(
             manifest.environments,
@@ -202,8 +204,8 @@ class Daemon:
                     raw = await fetch_manifest(
                         self.transport, digest, peers, timeout=self.config.network.request_timeout
                     )
-                except TransportError as error:
-                    log.warning("manifest not fetched: %s", error)
+                except (TransportError, FetchFailed) as error:
+                    log.info("manifest not fetched yet: %s", error)
                 else:
                     manifest = Manifest.from_bytes(raw)
                     self.home.keep_manifest(manifest)
@@ -232,6 +234,7 @@ class Daemon:
             self.clock,
             heal_seconds=config.network.heal_seconds,
             request_timeout=config.network.request_timeout,
+            seed=config.node.seed,
             on_event=lambda kind, message: self.history.event("info", kind, message),
         )
         return engine, Parts(

@@ -1,11 +1,14 @@
 """What happened: steps, held-out scores and events, in node.db beside the experience (swarm/experience.py)."""
 
 import json
+import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from swarm.database import Database
+from swarm.database import Database, StoreError
+
+log = logging.getLogger(__name__)
 
 VERSION = 1
 MAX_EVENTS = 10_000
@@ -14,7 +17,11 @@ SCHEMA = """
 CREATE TABLE steps (step INTEGER PRIMARY KEY, at REAL NOT NULL, record TEXT NOT NULL, foreign_groups INTEGER NOT NULL);
 CREATE TABLE evaluations (step INTEGER PRIMARY KEY, at REAL NOT NULL, mean REAL NOT NULL, scores TEXT NOT NULL);
 CREATE TABLE events (
-    id INTEGER PRIMARY KEY AUTOINCREMENT, at REAL NOT NULL, level TEXT NOT NULL, kind TEXT NOT NULL, message TEXT NOT NULL
+    id INTEGER PRIMARY KEY AUTOINCREMENT,
+    at REAL NOT NULL,
+    level TEXT NOT NULL,
+    kind TEXT NOT NULL,
+    message TEXT NOT NULL
 )"""
 
 
@@ -91,13 +98,20 @@ class History:
     # -- events ----------------------------------------------------------------------------------------------
 
     def event(self, level: str, kind: str, message: str) -> None:
-        """Keep something a person should see; the latest MAX_EVENTS are kept."""
-        self._database.execute(
-            "INSERT INTO events (at, level, kind, message) VALUES (?, ?, ?, ?)", self._clock(), level, kind, message
-        )
-        (newest,) = self._database.one("SELECT MAX(id) FROM events") or (0,)
-        if newest % TRIM_EVERY == 0:
-            self._database.execute("DELETE FROM events WHERE id <= ?", newest - MAX_EVENTS)
+        """Keep something a person should see, and log it; the latest MAX_EVENTS are kept.
+
+        Never raises: a full disk is what some events are about, and then the log alone has them.
+        """
+        log.log(getattr(logging, level.upper()), "%s: %s", kind, message)
+        try:
+            self._database.execute(
+                "INSERT INTO events (at, level, kind, message) VALUES (?, ?, ?, ?)", self._clock(), level, kind, message
+            )
+            (newest,) = self._database.one("SELECT MAX(id) FROM events") or (0,)
+            if newest % TRIM_EVERY == 0:
+                self._database.execute("DELETE FROM events WHERE id <= ?", newest - MAX_EVENTS)
+        except StoreError as error:
+            log.error("the event is in this log only: %s", error)
 
     def events(self, after: int | None, limit: int) -> list[dict[str, Any]]:
         """Events with id > `after`, oldest first; None: the newest `limit` ones."""

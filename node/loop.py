@@ -29,11 +29,12 @@ from node.scorer import Scorer
 from protocol.manifest import Manifest
 from protocol.rules import Rejected
 from swarm.exchange import Exchange
-from swarm.experience import ExperienceStore
+from swarm.experience import ExperienceStore, StoreError, UnknownGroup
 from swarm.sampler import Sampler
 
 log = logging.getLogger(__name__)
 
+JOURNAL_RETRY_SECONDS = 10.0
 SKIPS_BEFORE_ALARM = 5
 SKIP_ADVICE = "see shoal steps and shoal groups: are all rewards equal? choose easier environments"
 
@@ -154,8 +155,8 @@ class Loop:
             )
             try:
                 p.exchange.publish(group)
-            except Rejected as refused:
-                p.history.event("info", "share", f"own group not shared: {refused}")
+            except (Rejected, StoreError) as refused:
+                p.history.event("warning", "share", f"own group not shared: {refused}")
 
     def _pool_size(self) -> int:
         p = self.parts
@@ -174,18 +175,31 @@ class Loop:
                 max_producer_share=swarm.max_producer_share,
                 weight=p.exchange.weight,
             )
-            use_behaviour = swarm.foreign_ratio == "behaviour"
-            return [
-                await from_group(
-                    p.store.group_body(entry.digest), entry.rewards, p.bundle, p.scorer, use_behaviour=use_behaviour
+            rollouts = []
+            for entry in chosen:
+                try:
+                    group = p.store.group_body(entry.digest)
+                except UnknownGroup as gone:  # evicted since it was chosen, for want of space
+                    p.history.event("warning", "mix", str(gone))
+                    continue
+                use_behaviour = swarm.foreign_ratio == "behaviour"
+                rollouts.append(
+                    await from_group(group, entry.rewards, p.bundle, p.scorer, use_behaviour=use_behaviour)
                 )
-                for entry in chosen
-            ]
+            p.store.mark_used([entry.digest for entry in chosen])
+            return rollouts
 
     async def _journal(self, record: JournalRecord) -> None:
+        """Have the update's input on disk. A full disk holds the step up until there is room: nothing is lost."""
         p = self.parts
-        async with p.progress.during("journal"):
-            await asyncio.to_thread(p.checkpoints.append, record)
+        while True:
+            try:
+                async with p.progress.during("journal"):
+                    return await asyncio.to_thread(p.checkpoints.append, record)
+            except CheckpointError as error:
+                p.progress.say("WAITING", str(error), "free some disk")
+                p.history.event("error", "journal", str(error))
+                await asyncio.sleep(JOURNAL_RETRY_SECONDS)
 
     async def _apply(self, record: JournalRecord) -> None:
         """Do the journalled update, whether for the first time or after a restart, and write it down."""
@@ -203,7 +217,10 @@ class Loop:
         now = p.clock()
         p.progress.last_step_at = now
         update = {**asdict(stats), "update_seconds": now - started, "stages": dict(p.progress.stages)}
-        p.history.record_step(record.step, {**record.summary, **update})
+        try:
+            p.history.record_step(record.step, {**record.summary, **update})
+        except StoreError as error:  # the journal has the step; only its line in the history is missing
+            log.error("step %d is not in the history: %s", record.step, error)
 
     # -- beside the line -------------------------------------------------------------------------------------
 

@@ -40,7 +40,7 @@ class Serving:
         transport.serve(GROUPS_PROTOCOL, self.group, max_request=MAX_REQUEST_BYTES)
         transport.serve(BATCH_PROTOCOL, self.batch, max_request=MAX_REQUEST_BYTES)
         transport.serve(LIVE_PROTOCOL, self.live, max_request=MAX_REQUEST_BYTES)
-        transport.serve(MANIFEST_PROTOCOL, self.manifest, max_request=MAX_REQUEST_BYTES)
+        serve_manifest(transport, self._manifest)
 
     async def group(self, peer: str, data: bytes) -> bytes:
         request = msgspec.msgpack.decode(data, type=GroupRequest)
@@ -70,6 +70,12 @@ class Serving:
         live = self._store.announcements(self._clock(), MAX_LIVE, without=set(request.have), banned=banned)
         return msgspec.msgpack.encode(LiveResponse(tuple(sealed for _, sealed in live)))
 
-    async def manifest(self, peer: str, data: bytes) -> bytes:
+
+def serve_manifest(transport: Transport, manifest: Manifest) -> None:
+    """Hand the manifest to joiners; a node does this as soon as it knows it, long before its model is loaded."""
+
+    async def answer(peer: str, data: bytes) -> bytes:
         request = msgspec.msgpack.decode(data, type=ManifestRequest)
-        return self._manifest.to_bytes() if request.digest == self._manifest.digest else b""
+        return manifest.to_bytes() if request.digest == manifest.digest else b""
+
+    transport.serve(MANIFEST_PROTOCOL, answer, max_request=MAX_REQUEST_BYTES)
