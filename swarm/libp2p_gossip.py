@@ -4,6 +4,7 @@ py-libp2p 0.8.1 drops silently at 10 messages/s per forwarder (own ones included
 at 32 undelivered messages per subscription, and its heartbeat is 120 s.
 """
 
+import logging
 from collections.abc import Callable
 
 from libp2p.abc import IHost
@@ -21,6 +22,8 @@ PROTOCOLS = [TProtocol("/meshsub/1.1.0"), TProtocol("/meshsub/1.0.0")]
 FORWARDER_RATE, FORWARDER_BURST = 500.0, 1000.0
 """Messages/s, and at once, that are looked at from one forwarder; the rest is neither delivered nor relayed."""
 MAX_RPC_BYTES = 256 * 1024
+
+log = logging.getLogger(__name__)
 
 
 def new_pubsub(host: IHost) -> Pubsub:
@@ -64,7 +67,7 @@ class Inbox:
             sender = str(forwarder)
             if len(message.data) > MAX_ANNOUNCEMENT_BYTES or not self._within_rate(sender):
                 return False
-            if check is not None and not check(sender, message.data):
+            if check is not None and not self._passes(check, sender, message.data):
                 return False
             self.messages += 1
             self.bytes += len(message.data)
@@ -72,6 +75,14 @@ class Inbox:
             return True
 
         return admit
+
+    def _passes(self, check: Callable[[str, bytes], bool], sender: str, data: bytes) -> bool:
+        try:
+            return check(sender, data)
+        except Exception:
+            # A fault of ours that a peer has found: it must cost the message, not the host.
+            log.exception("the check of a message from %s failed", sender)
+            return False
 
     def forget(self, forwarder: str) -> None:
         self._allowance.pop(forwarder, None)

@@ -1,0 +1,238 @@
+"""What only libp2p has: real addresses, a private network key, raw streams, a thread that can die."""
+
+import asyncio
+import logging
+import time
+
+import pytest
+import trio
+from libp2p.custom_types import TProtocol
+from libp2p.peer.id import ID
+from multiaddr import Multiaddr
+
+from swarm import libp2p_host
+from swarm.bridge import Libp2pTransport
+from swarm.framing import FrameError
+from swarm.libp2p_addresses import BOOK_PEERS, AddressBook, expand_unspecified
+from swarm.libp2p_gossip import FORWARDER_BURST, FORWARDER_RATE, Inbox
+from swarm.transport import PeerUnreachable, TransportError
+
+pytestmark = pytest.mark.network
+TOPIC = "/shoal/test/announce/0"
+ECHO = "/shoal/echo/1.0.0"
+LISTEN = "/ip4/127.0.0.1/tcp/0"
+
+
+async def echo(peer: str, data: bytes) -> bytes:
+    return data
+
+
+async def test_the_peer_id_is_that_of_the_identity(libp2p):
+    (a,) = await libp2p.start(1)
+    assert a.peer_id == libp2p.identity(0).peer_id == a._host.peer_id
+    assert a.addresses()[0].startswith("/ip4/127.0.0.1/tcp/")
+
+
+async def test_a_peer_two_hops_away_is_dialled_by_its_id_alone(libp2p, wait_until):
+    a, b, c = await libp2p.start(3)
+    await b.connect(a.addresses()[0], timeout=5)
+    await c.connect(a.addresses()[0], timeout=5)
+    await b.provide(b"k" * 32)
+    for _ in range(50):
+        if b.peer_id in await c.find_providers(b"k" * 32, timeout=5):
+            break
+        await asyncio.sleep(0.1)
+    assert await c.connect(f"/p2p/{b.peer_id}", timeout=5) == b.peer_id
+    await wait_until(lambda: set(c.peers()) == {a.peer_id, b.peer_id})
+
+
+async def test_a_burst_of_announcements_arrives_whole(libp2p, read, wait_until):
+    a, b = await libp2p.line(2)
+    seen = read(b)
+    await a.subscribe(TOPIC)
+    await b.subscribe(TOPIC)
+    await asyncio.sleep(0.5)
+    sent = [b"%03d" % number + bytes(1500) for number in range(200)]
+    for data in sent:
+        await a.publish(TOPIC, data)
+    await wait_until(lambda: len(seen.messages) >= 200, timeout=20)
+    assert sorted(seen.messages) == sent
+    assert a.stats().dropped_publishes == 0
+
+
+async def test_a_private_key_keeps_others_out():
+    def transport(number: int, psk: bytes | None) -> Libp2pTransport:
+        from protocol.identity import Identity
+
+        return Libp2pTransport(Identity.from_seed(bytes([number]) * 32), [LISTEN], psk=psk)
+
+    a, b = transport(1, b"a" * 32), transport(2, b"a" * 32)
+    wrong, none = transport(3, b"b" * 32), transport(4, None)
+    everyone = [a, b, wrong, none]
+    try:
+        await asyncio.gather(*(t.start() for t in everyone))
+        address = a.addresses()[0]
+        assert await b.connect(address, timeout=5) == a.peer_id
+        for stranger in (wrong, none):
+            with pytest.raises(PeerUnreachable, match=a.peer_id):
+                await stranger.connect(address, timeout=1)
+        assert a.peers() == (b.peer_id,)
+        b.serve(ECHO, echo, max_request=100)
+        assert await a.request(b.peer_id, ECHO, b"private", max_bytes=100, timeout=5) == b"private"
+    finally:
+        await asyncio.gather(*(t.stop() for t in everyone))
+
+
+def test_a_private_key_of_another_length_is_refused():
+    from protocol.identity import Identity
+
+    with pytest.raises(ValueError, match="32 bytes, not 5"):
+        Libp2pTransport(Identity.generate(), [LISTEN], psk=b"short")
+
+
+async def raw_request(client: Libp2pTransport, server: str, written: bytes) -> bytes:
+    """Write bytes that are no proper request and read until the server ends the stream."""
+    host = client._host
+
+    async def in_trio() -> bytes:
+        stream = await host._host.new_stream(ID.from_base58(server), [TProtocol(ECHO)])
+        await stream.write(written)
+        answer = b""
+        with trio.move_on_after(10):
+            try:
+                while piece := await stream.read(100):
+                    answer += piece
+            except libp2p_host.STREAM_ERRORS:
+                return answer
+        return b"the server held on"
+
+    return await client._call(in_trio)
+
+
+async def test_a_requester_that_dawdles_is_cut_off(libp2p, monkeypatch, wait_until):
+    monkeypatch.setattr(libp2p_host, "REQUEST_READ_SECONDS", 0.3)
+    a, b = await libp2p.line(2)
+    b.serve(ECHO, echo, max_request=100)
+    begin = time.monotonic()
+    assert await raw_request(a, b.peer_id, b"\x00\x00") == b""
+    assert time.monotonic() - begin < 3
+    assert await raw_request(a, b.peer_id, b"\x00\x00\x00\x09half") == b""
+    await wait_until(lambda: b._host._streams.total() == 0)
+
+
+async def test_a_length_over_the_cap_is_refused_before_the_body(libp2p):
+    a, b = await libp2p.line(2)
+    b.serve(ECHO, echo, max_request=100)
+    begin = time.monotonic()
+    assert await raw_request(a, b.peer_id, b"\xff\xff\xff\xff") == b""
+    assert time.monotonic() - begin < 2
+
+
+async def test_a_crash_in_the_trio_thread_surfaces(libp2p):
+    a, b = await libp2p.line(2)
+    b.serve(ECHO, echo, max_request=100)
+    failed = asyncio.create_task(a.failed())
+
+    async def crash() -> None:
+        raise RuntimeError("the host broke")
+
+    a._to_trio(lambda: a._nursery.start_soon(crash))
+    error = await asyncio.wait_for(failed, 5)
+    assert "the host broke" in repr(error)
+    with pytest.raises(TransportError):
+        await a.request(b.peer_id, ECHO, b"", max_bytes=1, timeout=5)
+    # The reader of events ends too, instead of waiting for ever.
+    async with asyncio.timeout(5):
+        async for _ in a.events():
+            pass
+    await a.stop()
+
+
+async def test_a_check_that_raises_costs_the_message_only(libp2p, read, caplog, wait_until):
+    a, b = await libp2p.line(2)
+    seen = read(b)
+
+    def check(forwarder: str, data: bytes) -> bool:
+        if data == b"poison":
+            raise ZeroDivisionError
+        return True
+
+    await a.subscribe(TOPIC)
+    await b.subscribe(TOPIC, check)
+    await asyncio.sleep(0.3)
+    with caplog.at_level(logging.ERROR):
+        await a.publish(TOPIC, b"poison")
+        await a.publish(TOPIC, b"fine")
+        await wait_until(lambda: bool(seen.messages))
+    assert seen.messages == [b"fine"]
+    assert "the check of a message" in caplog.text
+
+
+async def test_a_vanished_peer_is_given_up(libp2p, monkeypatch, wait_until):
+    """No FIN, no RST: it only stops answering, as a machine without power does."""
+    monkeypatch.setattr(libp2p_host, "PING_INTERVAL", 0.2)
+    monkeypatch.setattr(libp2p_host, "PING_TIMEOUT", 0.5)
+    a, b = await libp2p.line(2)
+    await asyncio.sleep(0.3)
+    assert a.peers() == (b.peer_id,)
+    b._to_trio(lambda: time.sleep(2))
+    await wait_until(lambda: a.peers() == (), timeout=5)
+
+
+def test_an_unspecified_listen_address_is_advertised_as_real_ones():
+    fixed = Multiaddr("/ip4/127.0.0.1/tcp/4001")
+    advertised = expand_unspecified([Multiaddr("/ip4/0.0.0.0/tcp/4001"), fixed])
+    assert fixed in advertised
+    assert not any("0.0.0.0" in str(address) for address in advertised)
+    assert all(str(address).endswith("/tcp/4001") for address in advertised)
+
+
+def test_the_address_book_keeps_the_newest_of_a_bounded_number():
+    book = AddressBook()
+    for number in range(6):
+        book.add(
+            "a", (Multiaddr(f"/ip4/10.0.0.{number}/tcp/1/p2p/12D3KooWEfY2TmhEWp1scTkNTgGcB6sBdaeicFJXJjeBmUpFMyg8"),)
+        )
+    assert [str(address) for address in book.get("a")] == [f"/ip4/10.0.0.{n}/tcp/1" for n in (5, 4, 3, 2)]
+    for number in range(BOOK_PEERS):
+        book.add(f"peer {number}", (Multiaddr("/ip4/10.0.0.1/tcp/1"),))
+    assert book.get("a") == ()
+    assert len(book.get(f"peer {BOOK_PEERS - 1}")) == 1
+
+
+def test_gossip_of_one_forwarder_is_limited():
+    now = 0.0
+    inbox = Inbox(ID(b"own"), lambda message: None, lambda: now)
+    assert sum(inbox._within_rate("flooder") for _ in range(5000)) == FORWARDER_BURST
+    assert inbox._within_rate("another")
+    now = 1.0
+    assert sum(inbox._within_rate("flooder") for _ in range(5000)) == FORWARDER_RATE
+
+
+async def test_frames():
+    from swarm.framing import read_frame, write_frame
+
+    class Pipe:
+        def __init__(self) -> None:
+            self.held = bytearray()
+
+        async def write(self, data: bytes) -> None:
+            self.held += data
+
+        async def read(self, n: int) -> bytes:
+            taken = bytes(self.held[: min(n, 1000)])
+            del self.held[: len(taken)]
+            return taken
+
+    pipe, got = Pipe(), bytearray()
+    body = bytes(range(256)) * 1000
+    await write_frame(pipe, body)
+    assert pipe.held[:4] == (256_000).to_bytes(4, "big")
+    await read_frame(pipe, 256_000, got.extend)
+    assert got == body
+    await write_frame(pipe, b"12345")
+    with pytest.raises(FrameError, match="5 bytes is over the cap of 4"):
+        await read_frame(pipe, 4, got.extend)
+    pipe.held = bytearray(b"\x00\x00\x00\x09abc")
+    with pytest.raises(FrameError, match="after 3 of 9 bytes"):
+        await read_frame(pipe, 100, got.extend)
