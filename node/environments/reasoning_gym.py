@@ -1,4 +1,4 @@
-"""Every dataset of reasoning_gym as an environment: chat prompt with worked examples, strict 0/1 reward.
+"""Every dataset of reasoning_gym as an environment: chat prompt with worked examples, strict rewards.
 
 Task (seed, index) is item 0 of the dataset seeded with 32 bits of SHA-256(seed, index): reasoning_gym itself adds
 seed and index, so that neighbouring seeds share tasks, and some of its datasets take no seed above 2^32 and no
@@ -6,7 +6,8 @@ index above their size.
 
 The reward is 1 for what the dataset scores 1 and 0 for everything else. Most part credits of reasoning_gym (0.01
 for any text, length of the gold answer over length of the answer, ...) would make a group of wrong answers look
-informative; the raw value is kept in `Score.parts["raw"]`.
+informative; the raw value is kept in `Score.parts["raw"]`. In the GRADED datasets part credit says how much of the
+answer is right, and small models start from it: there an answer in the asked format gets it.
 """
 
 import hashlib
@@ -32,6 +33,9 @@ SYSTEM = "Reply with the answer only."
 
 _CONSTRUCTOR_SEEDED = frozenset(["acre", "gsm_symbolic", "list_functions", "survo"])
 """Datasets that use their seed when constructed. All others read it per item, so one instance serves every task."""
+
+GRADED = frozenset(["spell_backward", "word_sorting"])
+"""Part credit: the share of letters, or of words, in their right place."""
 
 _FORMATS: Mapping[str, str] = {
     "chain_sum": r"[+-]?\d+",
@@ -86,9 +90,8 @@ class ReasoningGym:
             return Score(reward=0.0, parsed=False)
         raw, parsed = self._raw(dataset, entry, answer)
         solved = raw > 1 - 1e-6
-        return Score(
-            reward=float(solved), parsed=solved or parsed, parts={} if raw in (0.0, 1.0) else {"raw": float(raw)}
-        )
+        reward = raw if self.name in GRADED and parsed else float(solved)
+        return Score(reward=reward, parsed=solved or parsed, parts={} if raw in (0.0, 1.0) else {"raw": float(raw)})
 
     def self_check(self) -> Sequence[str]:
         problems = []

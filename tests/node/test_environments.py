@@ -13,7 +13,7 @@ from node.environments.known import (
     build,
     reasoning_gym_version,
 )
-from node.environments.reasoning_gym import ReasoningGym
+from node.environments.reasoning_gym import GRADED, ReasoningGym
 from protocol.manifest import REASONING_GYM_VERSION, embedded_manifest
 
 EMBEDDED = {spec.name: spec for spec in embedded_manifest("t", 0).environments}
@@ -52,13 +52,14 @@ def test_embedded_environments_are_sound(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", EMBEDDED)
-def test_gold_scores_one_and_anything_else_nothing(name: str) -> None:
+def test_gold_scores_one_and_nothing_else_does(name: str) -> None:
     environment = embedded(name)
     for index in range(64):
         right = gold(environment, 5, index)
         assert environment.score(5, index, f" {right}\n").reward == 1
         for wrong in (f"The answer is {right}", f"{right}!", f"{right} {right}", right[:-1], "", " ", "7" + right):
-            assert environment.score(5, index, wrong).reward == 0, (right, wrong)
+            reward = environment.score(5, index, wrong).reward
+            assert reward < 1 if name in GRADED else reward == 0, (right, wrong)
 
 
 @pytest.mark.parametrize(
@@ -69,7 +70,7 @@ def test_gold_scores_one_and_anything_else_nothing(name: str) -> None:
         ("chain_sum", "1 + 2", False),
         ("letter_counting", "99", True),
         ("letter_counting", "It appears 99 times", False),
-        ("spell_backward", "zzz", True),
+        ("spell_backward", "000", True),
         ("spell_backward", "z z z", False),
         ("word_sorting", "b, a, c", True),
         ("word_sorting", "b a c", False),
@@ -81,12 +82,17 @@ def test_an_unreadable_answer_is_told_from_a_wrong_one(name: str, answer: str, p
     assert (score.reward, score.parsed) == (0, parsed)
 
 
-def test_part_credit_is_kept_beside_the_reward() -> None:
-    environment = embedded("spell_backward")
-    right = gold(environment, 0, 0)
-    score = environment.score(0, 0, right[:-1] + "0")
-    assert score.reward == 0
-    assert score.parts["raw"] == pytest.approx((len(right) - 1) / len(right))
+def test_part_credit_is_the_reward_only_where_it_says_what_is_right() -> None:
+    word = gold(environment := embedded("spell_backward"), 1, 1)
+    half = word[:-1] + ("x" if word[-1] != "x" else "y")
+    score = environment.score(1, 1, half)
+    assert score.reward == pytest.approx(1 - 1 / len(word))
+    assert environment.score(1, 1, f"It is {half}").reward == 0
+    first, second, third = gold(environment := embedded("word_sorting"), 1, 1).split(", ")
+    assert environment.score(1, 1, f"{first}, {third}, {second}").reward == pytest.approx(1 / 3)
+    strict = embedded("letter_counting").score(1, 1, f"It is {gold(embedded('letter_counting'), 1, 1)}")
+    assert (strict.reward, strict.parsed) == (0, False)
+    assert strict.parts["raw"] > 0
 
 
 def test_no_task_repeats_a_worked_example() -> None:
