@@ -21,6 +21,14 @@ check: $(STAMP)
 	$(BIN)/vulture
 	$(BIN)/python -m pytest -q tests/test_import_rule.py
 
+test-interop: $(STAMP)
+	$(BIN)/python -m pytest -m interop
+
+# Any Docker works. Without one, `make test-docker ENGINE=path/to/container-engine` starts and stops a private one.
+ENGINE ?= $(wildcard ../shared/tools/container-engine)
+test-docker: $(STAMP)
+	PYTHON=$(BIN)/python sh .ci/test-docker "$(ENGINE)"
+
 format: $(STAMP)
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
