@@ -16,7 +16,8 @@ import trio
 from protocol.identity import Identity, public_key_of
 from protocol.messages import MAX_ANNOUNCEMENT_BYTES
 from swarm.events import EventQueue
-from swarm.libp2p_host import Calls, HostSettings, Libp2pHost
+from swarm.libp2p_host import Calls, Libp2pHost
+from swarm.libp2p_setup import HostSettings
 from swarm.transport import (
     EVENT_LIMIT,
     Event,
@@ -208,8 +209,8 @@ class Libp2pTransport:
             return self._last_stats
         messages, message_bytes = host.received
         return TransportStats(
-            bytes_in=host.stream_bytes_in + message_bytes,
-            bytes_out=host.stream_bytes_out + host.published_bytes,
+            bytes_in=host.streams.bytes_in + message_bytes,
+            bytes_out=host.streams.bytes_out + host.published_bytes,
             messages_in=messages,
             messages_out=host.published,
             dropped_events=self._events.dropped,

@@ -1,12 +1,14 @@
 """The frame of a stream request, the same in both directions.
 
-Over a fresh stream, once the protocol name is negotiated by multistream-select:
+Over a stream, once the protocol name is negotiated by multistream-select:
 
-    requester -> server   u32 big-endian length, then that many bytes; then the requester half-closes
-    server -> requester   u32 big-endian length, then that many bytes; then the server closes
+    requester -> server   u32 big-endian length, then that many bytes
+    server -> requester   u32 big-endian length, then that many bytes
 
-Each side refuses a length over its own cap before it reads a byte of the body. A server that refuses, whose
-handler fails or that is too busy resets the stream: there is no error message on the wire.
+The requester may then send its next request on the same stream, or close it; the server closes a stream on which
+no request comes for 10 seconds. Each side refuses a length over its own cap before it reads a byte of the body. A
+server that refuses, whose handler fails or that is too busy resets the stream: there is no error message on the
+wire.
 """
 
 import struct
@@ -20,7 +22,15 @@ _LENGTH = struct.Struct(">I")
 
 
 class FrameError(Exception):
-    """The other side closed too early, or announced a frame over the cap."""
+    """The other side closed in the middle of a frame."""
+
+
+class FrameClosed(FrameError):
+    """The other side closed where a frame could have begun."""
+
+
+class FrameTooLarge(FrameError):
+    """The other side announced a frame over the cap."""
 
 
 class Readable(Protocol):
@@ -45,11 +55,11 @@ async def read_frame(stream: Readable, max_bytes: int, arrived: Callable[[bytes]
     while len(header) < _LENGTH.size:
         piece = await stream.read(_LENGTH.size - len(header))
         if not piece:
-            raise FrameError("stream closed before the length of the frame")
+            raise FrameError("stream closed in the length of a frame") if header else FrameClosed("stream closed")
         header += piece
     (length,) = _LENGTH.unpack(header)
     if length > max_bytes:
-        raise FrameError(f"frame of {length} bytes is over the cap of {max_bytes}")
+        raise FrameTooLarge(f"frame of {length} bytes is over the cap of {max_bytes}")
     remaining = length
     while remaining:
         piece = await stream.read(min(remaining, CHUNK_BYTES))

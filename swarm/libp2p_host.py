@@ -5,74 +5,57 @@ its listener shares a taken port (SO_REUSEPORT), it dials one TCP address per pe
 failed for a minute, and a peer that vanishes without a FIN is never noticed.
 """
 
-import errno
 import logging
 import secrets
-import socket
-from collections import Counter
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 
 import trio
-from libp2p import new_host
-from libp2p.abc import INetConn, INetStream, INetwork, INotifee
-from libp2p.crypto.ed25519 import create_new_key_pair
-from libp2p.custom_types import TProtocol
+from libp2p.abc import INetStream
 from libp2p.exceptions import BaseLibp2pError
 from libp2p.host.ping import ID as PING_PROTOCOL
 from libp2p.host.ping import PING_LENGTH
-from libp2p.network.config import ConnectionConfig
 from libp2p.peer.id import ID
 from libp2p.peer.peerinfo import PeerInfo
 from libp2p.peer.peerstore import PeerStoreError
-from libp2p.rcmgr import new_resource_manager
 from libp2p.tools.anyio_service import background_trio_service
 from multiaddr import Multiaddr
 
-from swarm.framing import CHUNK_BYTES, FrameError, read_frame, write_frame
-from swarm.libp2p_addresses import ADDRESSES_PER_PEER, AddressBook, expand_unspecified, parse, without_peer
+from swarm.framing import FrameError
+from swarm.libp2p_addresses import ADDRESSES_PER_PEER, AddressBook, parse, without_peer
 from swarm.libp2p_dht import Dht
 from swarm.libp2p_gossip import Inbox, new_pubsub
+from swarm.libp2p_setup import ConnectionEvents, HostSettings, check_port_is_free, configured_host
+from swarm.libp2p_streams import IDLE_SECONDS, Runtime, Streams
 from swarm.transport import (
-    MAX_STREAMS_PER_PEER,
     Event,
     PeerConnected,
     PeerDisconnected,
     PeerUnreachable,
-    RequestFailed,
     TransportError,
 )
 
 PUBLISH_INTERVAL = 0.005
 """Seconds between two gossip messages of ours: a peer's 32 slots drain faster than that."""
 PUBLISH_QUEUE = 512
-MAX_CONNECTIONS = 128
-MAX_SERVED_STREAMS = 256
-REQUEST_READ_SECONDS = 10.0
-"""A requester must have sent its whole request by then."""
-HANDLER_SECONDS = 30.0
-ANSWER_WRITE_SECONDS = 10.0
-"""Time for a requester to take the answer, plus one second per 64 KiB."""
 PING_INTERVAL, PING_TIMEOUT = 15.0, 20.0
 """A peer that vanished without closing its connection is given up after about this long."""
 DHT_REFRESH_SECONDS, DHT_LOOKUP_SECONDS = 60.0, 20.0
 ADDRESS_SECONDS = 24 * 3600
 CLOSE_SECONDS = 1.0
 
-STREAM_ERRORS = (BaseLibp2pError, FrameError, trio.BrokenResourceError, trio.ClosedResourceError, OSError)
+STREAM_ERRORS = (
+    BaseLibp2pError,
+    FrameError,
+    trio.TooSlowError,
+    trio.BrokenResourceError,
+    trio.ClosedResourceError,
+    OSError,
+)
+"""What a broken stream or connection raises, whoever broke it."""
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class HostSettings:
-    seed: bytes
-    """32-byte Ed25519 private key."""
-    listen: tuple[str, ...]
-    announce: tuple[str, ...]
-    """Multiaddrs to tell others instead of the listen addresses."""
-    psk: bytes | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,31 +73,7 @@ class Libp2pHost:
     def __init__(self, settings: HostSettings, calls: Calls) -> None:
         self._settings = settings
         self._calls = calls
-        # py-libp2p logs peers that go away and refused streams as warnings and errors; we report those ourselves.
-        logging.getLogger("libp2p").setLevel(logging.CRITICAL)
-        self._host = new_host(
-            key_pair=create_new_key_pair(settings.seed),
-            listen_addrs=[Multiaddr(address) for address in settings.listen],
-            muxer_preference="YAMUX",
-            psk=settings.psk.hex() if settings.psk is not None else None,
-            resource_manager=new_resource_manager(
-                enable_metrics=False,
-                # A node that trains is often short of memory and busy; neither is a reason to refuse peers.
-                enable_memory_limits=False,
-                enable_memory_pooling=False,
-                enable_circuit_breaker=False,
-                enable_graceful_degradation=False,
-            ),
-            connection_config=ConnectionConfig(
-                max_connections=MAX_CONNECTIONS,
-                high_watermark=MAX_CONNECTIONS,
-                # Whom to dial is the discovery service's business: the library would also dial banned peers.
-                min_connections=0,
-                low_watermark=0,
-            ),
-            addrs_factory=self._advertised,
-            disable_identify_address_discovery=True,
-        )
+        self._host = configured_host(settings)
         self._network = self._host.get_network()
         self._peerstore = self._host.get_peerstore()
         self._pubsub = new_pubsub(self._host)
@@ -125,10 +84,14 @@ class Libp2pHost:
         self._nursery: trio.Nursery | None = None
         self._book = AddressBook()
         self._banned: set[str] = set()
-        self._streams: Counter[str] = Counter()
+        self.streams = Streams(
+            self._host,
+            Runtime(trio.current_time, trio.fail_after, self._finish, STREAM_ERRORS),
+            calls.answer,
+            self._banned.__contains__,
+        )
         self.connected: dict[str, None] = {}
-        self.stream_bytes_in = self.stream_bytes_out = self.published = self.published_bytes = 0
-        self.dropped_publishes = 0
+        self.published = self.published_bytes = self.dropped_publishes = 0
 
     @property
     def peer_id(self) -> str:
@@ -151,35 +114,19 @@ class Libp2pHost:
             for service in (self._pubsub.router, self._pubsub, self._dht.service):
                 await stack.enter_async_context(background_trio_service(service))
             await self._pubsub.wait_until_ready()
-            self._network.register_notifee(_Connections(self))
+            self._network.register_notifee(ConnectionEvents(self._joined, self._left))
             async with trio.open_nursery() as nursery:
                 self._nursery = nursery
                 nursery.start_soon(self._publish_paced)
                 nursery.start_soon(self._keep_dht_fresh)
                 nursery.start_soon(self._keep_alive)
+                nursery.start_soon(self._close_idle_streams)
                 ready()
 
     async def _listen(self, address: Multiaddr) -> None:
-        ip, port = address.value_for_protocol(address.protocols()[0].name), int(address.value_for_protocol("tcp"))
-        # The library listens with SO_REUSEPORT, so a second node would silently share the port: ask the kernel first.
-        probe = socket.socket(socket.AF_INET6 if ":" in ip else socket.AF_INET)
-        try:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind((ip, port))
-        except OSError as error:
-            why = f"port {port} is taken" if error.errno == errno.EADDRINUSE else error.strerror
-            raise TransportError(
-                f"cannot listen on {address}: {why}; stop the program that holds it, or set another listen address "
-                f"(tcp/0 takes any free port)"
-            ) from error
-        finally:
-            probe.close()
+        check_port_is_free(address)
         if not await self._network.listen(address):
             raise TransportError(f"cannot listen on {address}: set another listen address (tcp/0: any free port)")
-
-    def _advertised(self, listening: list[Multiaddr]) -> list[Multiaddr]:
-        announced = [Multiaddr(address) for address in self._settings.announce]
-        return announced or expand_unspecified(listening)
 
     def _spawn(self, work: Callable[..., Awaitable[None]], *arguments: object) -> None:
         if self._nursery is not None and not self._nursery.cancel_scope.cancel_called:
@@ -194,18 +141,19 @@ class Libp2pHost:
 
     # Connections
 
-    def joined(self, peer: str) -> None:
+    def _joined(self, peer: str) -> None:
         """There is a connection, and Noise has proven its peer id."""
         if peer in self._banned:
             self._spawn(self.disconnect, peer)
         elif peer not in self.connected:
             self._spawn(self._welcome, peer)
 
-    def left(self, peer: str) -> None:
+    def _left(self, peer: str) -> None:
         """A connection is gone; another to the same peer may be left."""
         if peer in self.connected and not self._network.get_connections(ID.from_base58(peer)):
             del self.connected[peer]
             self._inbox.forget(peer)
+            self.streams.forget(peer)
             # Else the library skips identify when it comes back, and goes on dialling an address it may have left.
             self._peerstore.clear_protocol_data(ID.from_base58(peer))
             self._calls.emit(PeerDisconnected(peer))
@@ -268,7 +216,7 @@ class Libp2pHost:
 
     async def disconnect(self, peer: str) -> None:
         await self._network.close_peer(ID.from_base58(peer))
-        self.left(peer)
+        self._left(peer)
 
     async def close_connections(self) -> None:
         """Say goodbye to all peers at once, so that they need not find out."""
@@ -305,7 +253,7 @@ class Libp2pHost:
             log.debug("ping of %s: %r", peer, error)
         finally:
             if stream is not None:
-                await self._finish(stream, whole=echo == payload)
+                await self._finish(stream, echo == payload)
         return echo == payload
 
     async def _keep_alive(self) -> None:
@@ -347,67 +295,22 @@ class Libp2pHost:
     # Streams
 
     def serve(self, protocol: str, max_request: int) -> None:
-        async def handle(stream: INetStream) -> None:
-            await self._serve_stream(stream, protocol, max_request)
-
-        self._host.set_stream_handler(TProtocol(protocol), handle)
-
-    async def _serve_stream(self, stream: INetStream, protocol: str, max_request: int) -> None:
-        peer = str(stream.muxed_conn.peer_id)
-        busy = self._streams[peer] >= MAX_STREAMS_PER_PEER or self._streams.total() >= MAX_SERVED_STREAMS
-        if busy or peer in self._banned:
-            await self._finish(stream, whole=False)
-            return
-        self._streams[peer] += 1
-        whole = False
-        try:
-            request = bytearray()
-            with trio.fail_after(REQUEST_READ_SECONDS):
-                await read_frame(stream, max_request, request.extend)
-            self.stream_bytes_in += len(request)
-            with trio.fail_after(HANDLER_SECONDS):
-                answer = await self._calls.answer(protocol, peer, bytes(request))
-            with trio.fail_after(ANSWER_WRITE_SECONDS + len(answer) / CHUNK_BYTES):
-                await write_frame(stream, answer)
-            self.stream_bytes_out += len(answer)
-            whole = True
-        except (*STREAM_ERRORS, RequestFailed, trio.TooSlowError) as error:
-            log.debug("stream of %s on %s reset: %r", peer, protocol, error)
-        except Exception:
-            log.exception("stream of %s on %s failed", peer, protocol)
-        finally:
-            self._streams[peer] -= 1
-            if not self._streams[peer]:
-                del self._streams[peer]
-            await self._finish(stream, whole=whole)
+        self.streams.serve(protocol, max_request)
 
     async def request(
         self, peer: str, protocol: str, data: bytes, max_bytes: int, arrived: Callable[[bytes], None]
     ) -> None:
-        """One request; see Transport.request. The caller holds the deadline."""
+        """One request, dialling first where needed; see Transport.request. The caller holds the deadline."""
         if peer not in self.connected:
             await self.connect(f"/p2p/{peer}")
-        whole = False
-        stream: INetStream | None = None
+        await self.streams.request(peer, protocol, data, max_bytes, arrived)
 
-        def count(piece: bytes) -> None:
-            self.stream_bytes_in += len(piece)
-            arrived(piece)
+    async def _close_idle_streams(self) -> None:
+        while True:
+            await trio.sleep(IDLE_SECONDS)
+            await self._contained(self.streams.close_idle)
 
-        try:
-            stream = await self._host.new_stream(ID.from_base58(peer), [TProtocol(protocol)])
-            await write_frame(stream, data)
-            self.stream_bytes_out += len(data)
-            await stream.close_write()
-            await read_frame(stream, max_bytes, count)
-            whole = True
-        except STREAM_ERRORS as error:
-            raise RequestFailed(f"{protocol} to {peer}: {error or type(error).__name__}") from error
-        finally:
-            if stream is not None:
-                await self._finish(stream, whole=whole)
-
-    async def _finish(self, stream: INetStream, *, whole: bool) -> None:
+    async def _finish(self, stream: INetStream, whole: bool) -> None:
         # Shielded: a cancelled request must still free its stream at the other end.
         with trio.move_on_after(CLOSE_SECONDS) as scope:
             scope.shield = True
@@ -444,25 +347,3 @@ class Libp2pHost:
                 for holder in holders:
                     nursery.start_soon(self._contained, ask, holder)
         return tuple(peer for peer in found if peer != self.peer_id and peer not in self._banned)
-
-
-class _Connections(INotifee):
-    """Connection events of the library, one per connection, made into one per peer."""
-
-    def __init__(self, host: Libp2pHost) -> None:
-        self._owner = host
-
-    async def connected(self, network: INetwork, conn: INetConn) -> None:
-        if not conn.is_closed:
-            self._owner.joined(str(conn.muxed_conn.peer_id))
-
-    async def disconnected(self, network: INetwork, conn: INetConn) -> None:
-        self._owner.left(str(conn.muxed_conn.peer_id))
-
-    async def opened_stream(self, network: INetwork, stream: INetStream) -> None: ...
-
-    async def closed_stream(self, network: INetwork, stream: INetStream) -> None: ...
-
-    async def listen(self, network: INetwork, multiaddr: Multiaddr) -> None: ...
-
-    async def listen_close(self, network: INetwork, multiaddr: Multiaddr) -> None: ...

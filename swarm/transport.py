@@ -109,7 +109,7 @@ class Transport(Protocol):
     async def request(
         self, peer: str, protocol: str, data: bytes, *, max_bytes: int, timeout: float, sink: bytearray | None = None
     ) -> bytes:
-        """One request, one answer of at most `max_bytes`, over a fresh stream.
+        """One request, one answer of at most `max_bytes`. Handlers may see a request twice.
 
         `sink`, when given, is filled as bytes arrive, so that a caller can resume elsewhere after a failure;
         the answer is then `bytes(sink)` as far as this call appended to it. `timeout` (seconds) bounds the

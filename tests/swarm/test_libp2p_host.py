@@ -10,7 +10,7 @@ from libp2p.custom_types import TProtocol
 from libp2p.peer.id import ID
 from multiaddr import Multiaddr
 
-from swarm import libp2p_host
+from swarm import libp2p_host, libp2p_streams
 from swarm.bridge import Libp2pTransport
 from swarm.framing import FrameError
 from swarm.libp2p_addresses import BOOK_PEERS, AddressBook, expand_unspecified
@@ -110,14 +110,35 @@ async def raw_request(client: Libp2pTransport, server: str, written: bytes) -> b
 
 
 async def test_a_requester_that_dawdles_is_cut_off(libp2p, monkeypatch, wait_until):
-    monkeypatch.setattr(libp2p_host, "REQUEST_READ_SECONDS", 0.3)
+    monkeypatch.setattr(libp2p_streams, "REQUEST_READ_SECONDS", 0.3)
     a, b = await libp2p.line(2)
     b.serve(ECHO, echo, max_request=100)
     begin = time.monotonic()
     assert await raw_request(a, b.peer_id, b"\x00\x00") == b""
     assert time.monotonic() - begin < 3
     assert await raw_request(a, b.peer_id, b"\x00\x00\x00\x09half") == b""
-    await wait_until(lambda: b._host._streams.total() == 0)
+    await wait_until(lambda: b._host.streams.served_now == 0)
+
+
+async def test_a_stream_is_used_again_and_given_back(libp2p, monkeypatch, wait_until):
+    monkeypatch.setattr(libp2p_host, "IDLE_SECONDS", 0.2)
+    monkeypatch.setattr(libp2p_streams, "IDLE_SECONDS", 0.2)
+    a, b = await libp2p.line(2)
+    b.serve(ECHO, echo, max_request=100)
+    for number in range(20):
+        assert await a.request(b.peer_id, ECHO, b"%d" % number, max_bytes=100, timeout=5) == b"%d" % number
+        assert b._host.streams.served_now == 1
+    await wait_until(lambda: b._host.streams.served_now == 0)
+    assert await a.request(b.peer_id, ECHO, b"later", max_bytes=100, timeout=5) == b"later"
+
+
+async def test_a_stream_that_the_server_gave_up_is_replaced(libp2p, monkeypatch, wait_until):
+    monkeypatch.setattr(libp2p_streams, "REQUEST_READ_SECONDS", 0.2)
+    a, b = await libp2p.line(2)
+    b.serve(ECHO, echo, max_request=100)
+    assert await a.request(b.peer_id, ECHO, b"first", max_bytes=100, timeout=5) == b"first"
+    await wait_until(lambda: b._host.streams.served_now == 0)
+    assert await a.request(b.peer_id, ECHO, b"second", max_bytes=100, timeout=5) == b"second"
 
 
 async def test_a_length_over_the_cap_is_refused_before_the_body(libp2p):

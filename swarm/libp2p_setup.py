@@ -1,0 +1,106 @@
+"""How the libp2p host is configured, and what is checked before it listens."""
+
+import errno
+import logging
+import socket
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from libp2p import new_host
+from libp2p.abc import IHost, INetConn, INetStream, INetwork, INotifee
+from libp2p.crypto.ed25519 import create_new_key_pair
+from libp2p.network.config import ConnectionConfig
+from libp2p.rcmgr import new_resource_manager
+from multiaddr import Multiaddr
+
+from swarm.libp2p_addresses import expand_unspecified
+from swarm.transport import TransportError
+
+MAX_CONNECTIONS = 128
+
+
+@dataclass(frozen=True, slots=True)
+class HostSettings:
+    seed: bytes
+    """32-byte Ed25519 private key."""
+    listen: tuple[str, ...]
+    announce: tuple[str, ...]
+    """Multiaddrs to tell others instead of the listen addresses."""
+    psk: bytes | None
+
+
+def configured_host(settings: HostSettings) -> IHost:
+    """TCP, Noise and Yamux, without the library's own ideas of whom to refuse and whom to dial."""
+    # py-libp2p logs peers that go away and refused streams as warnings and errors; we report those ourselves.
+    logging.getLogger("libp2p").setLevel(logging.CRITICAL)
+
+    def advertised(listening: Sequence[Multiaddr]) -> list[Multiaddr]:
+        announced = [Multiaddr(address) for address in settings.announce]
+        return announced or expand_unspecified(list(listening))
+
+    return new_host(
+        key_pair=create_new_key_pair(settings.seed),
+        listen_addrs=[Multiaddr(address) for address in settings.listen],
+        muxer_preference="YAMUX",
+        psk=settings.psk.hex() if settings.psk is not None else None,
+        resource_manager=new_resource_manager(
+            enable_metrics=False,
+            # A node that trains is often short of memory and busy; neither is a reason to refuse peers.
+            enable_memory_limits=False,
+            enable_memory_pooling=False,
+            enable_circuit_breaker=False,
+            enable_graceful_degradation=False,
+        ),
+        connection_config=ConnectionConfig(
+            max_connections=MAX_CONNECTIONS,
+            high_watermark=MAX_CONNECTIONS,
+            # Whom to dial is the discovery service's business: the library would also dial banned peers.
+            min_connections=0,
+            low_watermark=0,
+        ),
+        addrs_factory=advertised,
+        disable_identify_address_discovery=True,
+    )
+
+
+def check_port_is_free(address: Multiaddr) -> None:
+    """Raise TransportError when the port is taken or the address is not ours.
+
+    The library listens with SO_REUSEPORT, so a second node would silently share the port: ask the kernel without it.
+    """
+    ip, port = address.value_for_protocol(address.protocols()[0].name), int(address.value_for_protocol("tcp"))
+    probe = socket.socket(socket.AF_INET6 if ":" in ip else socket.AF_INET)
+    try:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        probe.bind((ip, port))
+    except OSError as error:
+        why = f"port {port} is taken" if error.errno == errno.EADDRINUSE else error.strerror
+        raise TransportError(
+            f"cannot listen on {address}: {why}; stop the program that holds it, or set another listen address "
+            f"(tcp/0 takes any free port)"
+        ) from error
+    finally:
+        probe.close()
+
+
+class ConnectionEvents(INotifee):
+    """The library's connection events as calls with the peer's id, which Noise has proven."""
+
+    def __init__(self, joined: Callable[[str], None], left: Callable[[str], None]) -> None:
+        self._joined = joined
+        self._left = left
+
+    async def connected(self, network: INetwork, conn: INetConn) -> None:
+        if not conn.is_closed:
+            self._joined(str(conn.muxed_conn.peer_id))
+
+    async def disconnected(self, network: INetwork, conn: INetConn) -> None:
+        self._left(str(conn.muxed_conn.peer_id))
+
+    async def opened_stream(self, network: INetwork, stream: INetStream) -> None: ...
+
+    async def closed_stream(self, network: INetwork, stream: INetStream) -> None: ...
+
+    async def listen(self, network: INetwork, multiaddr: Multiaddr) -> None: ...
+
+    async def listen_close(self, network: INetwork, multiaddr: Multiaddr) -> None: ...
