@@ -281,6 +281,7 @@ class Daemon:
             )
             self.history.event("info", "stop", saved)
             print(f"shoal: {saved}", flush=True)  # noqa: T201 - the last words of the process
+        self.device.close()
         self.history.close()
         self.store.close()
         self.home.remove_daemon()

@@ -156,7 +156,9 @@ class DaemonView:
             "shoal_network_bytes_out_total": stats.bytes_out,
             "shoal_network_dropped_events_total": stats.dropped_events,
             "shoal_network_dropped_publishes_total": stats.dropped_publishes,
-            **{f"shoal_groups_{name}_total": status["groups"].get(name) for name in ("published", "fetched", "admitted")},
+            "shoal_groups_published_total": status["groups"].get("published"),
+            "shoal_groups_fetched_total": status["groups"].get("fetched"),
+            "shoal_groups_admitted_total": status["groups"].get("admitted"),
             **{
                 f'shoal_groups_rejected_total{{reason="{reason}"}}': count
                 for reason, count in status["groups"].get("rejected", {}).items()

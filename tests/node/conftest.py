@@ -7,6 +7,29 @@ from pathlib import Path
 import pytest
 
 from node.home import Home
+from protocol.manifest import EnvironmentSpec
+
+EVENNESS = '''
+from node.interfaces import Message, Score, Task
+
+
+class Evenness:
+    """Rewards answers of even length: something that a random model does half of the time."""
+
+    name, version = "evenness", "1"
+
+    def __init__(self, settings):
+        pass
+
+    def task(self, seed, index):
+        return Task((Message("user", f"{seed % 1000} {index}"),), 8)
+
+    def score(self, seed, index, answer):
+        return Score(float(len(answer) % 2 == 0), True)
+
+    def self_check(self):
+        return []
+'''
 
 
 @pytest.fixture
@@ -22,25 +45,46 @@ def home(tmp_path: Path, no_variables: None) -> Home:
     return made
 
 
-@pytest.fixture(scope="session")
-def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> "Callable[[str], Path]":
-    """Directory of a small random model of a type (llama, qwen2, qwen3), with a byte-level tokenizer."""
+@pytest.fixture
+def evenness(tmp_path: Path, no_variables: None, monkeypatch: pytest.MonkeyPatch) -> EnvironmentSpec:
+    """An environment of its own distribution, found by every process started from the test."""
+    site = tmp_path / "site"
+    info = site / "evenness-1.dist-info"
+    info.mkdir(parents=True)
+    (site / "evenness.py").write_text(EVENNESS)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: evenness\nVersion: 1\n")
+    (info / "entry_points.txt").write_text("[shoal.environments]\nevenness@1 = evenness:Evenness\n")
+    monkeypatch.setenv("PYTHONPATH", str(site))
+    return EnvironmentSpec("evenness", "1", 1, {})
 
-    def make(kind: str) -> Path:
-        directory = tmp_path_factory.getbasetemp() / f"tiny-{kind}"
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Directory of a small random model of a type (llama, qwen2, qwen3), with a byte-level tokenizer.
+
+    `ascii_only`: it can say nothing but printable ASCII, so that every answer is fit to be shared.
+    """
+
+    def make(kind: str, *, ascii_only: bool = False) -> Path:
+        directory = tmp_path_factory.getbasetemp() / f"tiny-{kind}-{ascii_only}"
         if not directory.exists():
-            _make_tiny(kind, directory)
+            _make_tiny(kind, directory, ascii_only)
         return directory
 
     return make
 
 
-def _make_tiny(kind: str, directory: Path) -> None:
+def _make_tiny(kind: str, directory: Path, ascii_only: bool) -> None:
     import tokenizers
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
     alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    if ascii_only:
+        alphabet = [chr(code) for code in range(33, 127)] + [
+            "\u0120",
+            "\u010a",
+        ]  # space and newline, as ByteLevel writes them
     vocabulary = {token: i for i, token in enumerate(["<|im_start|>", "<|im_end|>", *alphabet])}
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)

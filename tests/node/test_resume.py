@@ -10,14 +10,12 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 import pytest
 from safetensors.torch import load_file
-from tokenizers import Tokenizer, models, pre_tokenizers
-from tokenizers.decoders import ByteLevel
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from node.client import DaemonUnreachable, RequestRefused, connect
 from node.history import History
@@ -31,52 +29,6 @@ from swarm.experience import ADMITTED, ExperienceStore, GroupRecord
 
 STEPS = 6
 DEADLINE = 180.0
-ENVIRONMENT = '''
-from node.interfaces import Message, Score, Task
-
-
-class Evenness:
-    """Rewards answers of even length: something that a random model does half of the time."""
-
-    name, version = "evenness", "1"
-
-    def __init__(self, settings):
-        pass
-
-    def task(self, seed, index):
-        return Task((Message("user", f"{seed % 1000} {index}"),), 8)
-
-    def score(self, seed, index, answer):
-        return Score(float(len(answer) % 2 == 0), True)
-
-    def self_check(self):
-        return []
-'''
-
-
-def tiny_model(directory: Path) -> None:
-    """A random Llama of 30 thousand parameters with a byte-level tokenizer and a chat template."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {token: i for i, token in enumerate(["<|end|>", "<|user|>", *alphabet])}
-    tokenizer = Tokenizer(models.BPE(vocabulary, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = ByteLevel()
-    wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>", pad_token="<|end|>")
-    wrapped.chat_template = "{% for m in messages %}<|user|>{{ m.content }}<|end|>{% endfor %}"
-    wrapped.save_pretrained(directory)
-    config = LlamaConfig(
-        vocab_size=len(vocabulary),
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=256,
-        eos_token_id=0,
-        bos_token_id=0,
-        tie_word_embeddings=True,
-    )
-    LlamaForCausalLM(config).save_pretrained(directory)
 
 
 def foreign_groups(home: Home, manifest: Manifest, count: int) -> None:
@@ -122,20 +74,10 @@ def foreign_groups(home: Home, manifest: Manifest, count: int) -> None:
 
 
 @pytest.fixture
-def prepared(tmp_path: Path, no_variables: None, monkeypatch: pytest.MonkeyPatch) -> Home:
-    tiny_model(tmp_path / "model")
-    site = tmp_path / "site"
-    info = site / "evenness-1.dist-info"
-    info.mkdir(parents=True)
-    (site / "evenness.py").write_text(ENVIRONMENT)
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: evenness\nVersion: 1\n")
-    (info / "entry_points.txt").write_text("[shoal.environments]\nevenness@1 = evenness:Evenness\n")
-    monkeypatch.setenv("PYTHONPATH", str(site))
+def prepared(tmp_path: Path, tiny_model: Callable[..., Path], evenness: EnvironmentSpec) -> Home:
     home = Home(tmp_path / "first")
     home.init()
-    manifest = make_manifest(
-        "resume", time.time() - 60, (EnvironmentSpec("evenness", "1", 1, {}),), epoch_seconds=86400
-    )
+    manifest = make_manifest("resume", time.time() - 60, (evenness,), epoch_seconds=86400)
     home.found(manifest)
     foreign_groups(home, manifest, 20)
     home.config_path.write_text(
@@ -143,7 +85,7 @@ def prepared(tmp_path: Path, no_variables: None, monkeypatch: pytest.MonkeyPatch
 [node]
 threads = 1
 [model]
-path = "{tmp_path / "model"}"
+path = "{tiny_model("llama", ascii_only=True)}"
 dtype = "float32"
 [rollout]
 group_size = 4
