@@ -142,9 +142,7 @@ class Loop:
         async with p.progress.during("rollout"):
             refs = self.position.take(p.manifest, p.peer_id, count, p.clock())
             seeds = [sampling_seed(p.config.node.seed, step, i) for i in range(count)]
-            return await sample(
-                p.engine, p.bundle, p.scorer, p.config, refs, seeds, p.config.rollout.group_size
-            )
+            return await sample(p.engine, p.bundle, p.scorer, p.config, refs, seeds, p.config.rollout.group_size)
 
     def _share(self, own: Sequence[Rollout]) -> None:
         """Hand own groups to the exchange, which never waits for the network."""
@@ -183,9 +181,7 @@ class Loop:
                     p.history.event("warning", "mix", str(gone))
                     continue
                 use_behaviour = swarm.foreign_ratio == "behaviour"
-                rollouts.append(
-                    await from_group(group, entry.rewards, p.bundle, p.scorer, use_behaviour=use_behaviour)
-                )
+                rollouts.append(await from_group(group, entry.rewards, p.bundle, p.scorer, use_behaviour=use_behaviour))
             p.store.mark_used([entry.digest for entry in chosen])
             return rollouts
 
@@ -270,9 +266,7 @@ class Loop:
         self.position = DataPosition(state["epoch"], state["taken"])
         self.parts.sampler.restore(state["sampler"])
 
-    def _summary(
-        self, step: int, own: Sequence[Rollout], foreign: Sequence[Rollout], seconds: float
-    ) -> dict[str, Any]:
+    def _summary(self, step: int, own: Sequence[Rollout], foreign: Sequence[Rollout], seconds: float) -> dict[str, Any]:
         """What the history keeps of a step besides the update's own numbers."""
         scores = [score for rollout in own for score in rollout.scores]
         samples = [sample for rollout in own for sample in rollout.samples]
