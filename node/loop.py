@@ -99,7 +99,10 @@ class Loop:
             await self._evaluate()
         skips = 0
         while steps is None or p.trainer.step < steps:
-            await self.unpaused.wait()
+            if not self.unpaused.is_set():
+                p.progress.enter("paused")
+                await self.unpaused.wait()
+            p.progress.enter("step")
             try:
                 await self.step()
                 skips = 0

@@ -31,6 +31,10 @@ class Progress:
     def say(self, state: State, reason: str = "", next: str = "") -> None:
         self.state, self.reason, self.next = state, reason, next
 
+    def enter(self, stage: str) -> None:
+        """What is going on outside the timed stages, such as waiting to be resumed."""
+        self.stage, self.since = stage, self.clock()
+
     @asynccontextmanager
     async def during(self, stage: str) -> AsyncIterator[None]:
         """Name the stage, time it, and raise StageTimeout when it outlives its deadline."""
