@@ -29,7 +29,7 @@ from node.journal import JournalRecord
 log = logging.getLogger(__name__)
 
 FILES, STATE, BEST = "files.json", "state.json", "best.json"
-ASIDE = ".aside-"
+ASIDE, REPLACED, DAMAGED = ".aside-", ".aside-old-", "damaged-"
 CHUNK = 1 << 22
 FREE_MARGIN = 64 << 20
 """Bytes left free besides what a checkpoint takes, for the journal and the database."""
@@ -83,28 +83,48 @@ class CheckpointStore:
 
         Cuts torn journal tails and removes what a killed save left behind, so the store can be written to afterwards.
         """
-        self.directory.mkdir(parents=True, exist_ok=True)
-        for leftover in self.directory.glob(f"{ASIDE}*"):
-            shutil.rmtree(leftover)
-        problems: list[str] = []
-        steps = self._steps()
-        for step in [*reversed(steps), 0]:
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            self._tidy()
+            problems: list[str] = []
+            step = self._newest_whole(problems)
             path = self._path(step)
-            if step and (fault := damage(path)):
-                problems.append(f"checkpoint {path.name} is damaged ({fault}); going on from the one before")
-                log.error("%s", problems[-1])
-                path.replace(self.directory / f"damaged-{path.name}")
-                continue
-            if step == 0 and steps and not self._journal(0).exists():
-                raise CheckpointError(
-                    f"no checkpoint in {self.directory} is whole and the first steps' journal is gone; "
-                    "restore a backup, or move the directory away to start from the initial model"
-                )
             state = json.loads((path / STATE).read_text()) if step else None
             records = self._records_from(step, problems)
-            self._base = step if not records else self._last_base(step)
-            return Recovery(path if step else None, step, state, records, problems)
-        raise AssertionError("unreachable: step 0 always returns or raises")
+        except OSError as error:
+            raise CheckpointError(f"{self.directory} cannot be read: {error} ; mend that and start again") from error
+        self._base = step if not records else self._last_base(step)
+        return Recovery(path if step else None, step, state, records, problems)
+
+    def _tidy(self) -> None:
+        """Finish a replacement that a kill interrupted, and remove what was being written."""
+        for old in self.directory.glob(f"{REPLACED}*"):
+            target = self.directory / old.name.removeprefix(REPLACED)
+            if not target.exists():
+                old.replace(target)
+        for leftover in self.directory.glob(f"{ASIDE}*"):
+            shutil.rmtree(leftover)
+
+    def _newest_whole(self, problems: list[str]) -> int:
+        """Step of the newest undamaged checkpoint, 0 for the initial model; damaged ones are put aside."""
+        for step in reversed(self._steps()):
+            path = self._path(step)
+            fault = damage(path)
+            if fault is None:
+                return step
+            problems.append(f"checkpoint {path.name} is damaged ({fault}); going on from the one before")
+            log.error("%s", problems[-1])
+            aside = self.directory / f"{DAMAGED}{path.name}"
+            if aside.exists():
+                shutil.rmtree(aside)
+            path.replace(aside)
+        # what there is comes after steps that cannot be repeated: starting over must be a person's decision
+        if any(self.directory.iterdir()) and not self._journal(0).exists():
+            raise CheckpointError(
+                f"no checkpoint in {self.directory} is whole and the first steps' journal is gone; "
+                "restore a backup, or move the directory away to start from the initial model"
+            )
+        return 0
 
     def _records_from(self, step: int, problems: list[str]) -> list[JournalRecord]:
         """Journalled updates after `step`, through the journals of later (damaged) checkpoints too."""
@@ -117,12 +137,15 @@ class CheckpointStore:
                 problems.append(
                     f"{path.name} begins after step {base}, but only step {reached} can be reached; left out"
                 )
-                path.replace(path.with_name(f"damaged-{path.name}"))
+                path.replace(path.with_name(f"{DAMAGED}{path.name}"))
                 continue
-            if length < path.stat().st_size:
-                problems.append(f"{path.name}: a record was torn by a kill and is dropped; its update had not begun")
-                journal.cut(path, length)
             records += found
+            if (rest := path.stat().st_size - length) > 0:
+                problems.append(
+                    f"{path.name}: its last {rest} bytes are no whole record (a kill while writing, or damage) and are "
+                    f"left out; going on after step {records[-1].step if records else step}"
+                )
+                journal.cut(path, length)
         return records
 
     def _last_base(self, step: int) -> int:
@@ -136,8 +159,11 @@ class CheckpointStore:
                 continue
             best = json.loads((path / BEST).read_text()) if (path / BEST).exists() else {}
             step = int(best["step"]) if best else int(path.name.removeprefix("step-"))
-            size = sum(file.stat().st_size for file in path.iterdir())
-            found.append(Entry(path.name, step, path, size, path.stat().st_mtime, best.get("score")))
+            try:
+                size = sum(file.stat().st_size for file in path.iterdir())
+                found.append(Entry(path.name, step, path, size, path.stat().st_mtime, best.get("score")))
+            except FileNotFoundError:
+                continue  # a running node has just removed it
         return found
 
     def find(self, name: str) -> Entry:
@@ -170,9 +196,12 @@ class CheckpointStore:
     def save(self, step: int, write: Callable[[Path], None], state: Mapping[str, Any]) -> Path:
         """Write a full checkpoint of `step` with `write(directory)`; a new journal begins. Raises CheckpointError.
 
-        Whatever fails leaves the checkpoints and the journal as they were.
+        Whatever fails leaves the checkpoints and the journal as they were. A step that is there already, or that is
+        the initial model's (0), is not written again.
         """
         target = self._path(step)
+        if step == 0 or target.is_dir():
+            return target
 
         def fill(aside: Path) -> None:
             write(aside)
@@ -180,13 +209,26 @@ class CheckpointStore:
 
         self._write(target, fill)
         self._base = step
-        for old in self._steps()[: -self.keep]:
-            shutil.rmtree(self._path(old))
-        oldest = self._steps()[0]
+        try:
+            self._prune()
+        except OSError as error:
+            raise CheckpointError(f"{target} is written, but an older one cannot be removed: {error}") from error
+        return target
+
+    def _prune(self) -> None:
+        """Keep `keep` checkpoints and the journals that lead on from them. Damaged ones are superseded by now."""
+        steps = self._steps()
+        for old in steps[: -self.keep]:
+            # renamed first: a kill must not leave half a checkpoint under its name
+            self._path(old).replace(self.directory / f"{ASIDE}step-{old}")
+        for removed in [*self.directory.glob(f"{ASIDE}step-*"), *self.directory.glob(f"{DAMAGED}step-*")]:
+            shutil.rmtree(removed)
+        oldest = [0, *steps][-self.keep :][0]  # the initial model counts: the first checkpoint has one before it too
         for base in self._journals():
             if base < oldest:
                 self._journal(base).unlink()
-        return target
+        for left_out in self.directory.glob(f"{DAMAGED}journal-*"):
+            left_out.unlink()
 
     def save_best(self, step: int, score: float, export: Callable[[Path], None]) -> None:
         """Replace the best weights. Raises CheckpointError; the ones before stay then."""
@@ -199,14 +241,14 @@ class CheckpointStore:
 
     def _write(self, target: Path, fill: Callable[[Path], None]) -> None:
         aside = self.directory / f"{ASIDE}{target.name}"
-        free = shutil.disk_usage(self.directory).free
-        need = self._size or max((entry.size for entry in self.entries() if entry.name != "best"), default=0)
-        if target.name != "best" and free < need + FREE_MARGIN:
-            raise CheckpointError(
-                f"{target} needs {(need + FREE_MARGIN) >> 20} MB, {free >> 20} MB are free; free some disk or lower "
-                "checkpoint.keep: until then every step is journalled, and a restart takes longer"
-            )
         try:
+            free = shutil.disk_usage(self.directory).free
+            need = self._size or max((entry.size for entry in self.entries() if entry.name != "best"), default=0)
+            if target.name != "best" and free < need + FREE_MARGIN:
+                raise CheckpointError(
+                    f"{target} needs {(need + FREE_MARGIN) >> 20} MB, {free >> 20} MB are free; free some or lower "
+                    "checkpoint.keep: until then every step is journalled, and a restart takes longer"
+                )
             shutil.rmtree(aside, ignore_errors=True)
             aside.mkdir(mode=0o700)
             fill(aside)
@@ -216,15 +258,20 @@ class CheckpointStore:
                 _sync(file)
             _sync(aside)
             if target.exists():
-                old = self.directory / f"{ASIDE}old-{target.name}"
+                old = self.directory / f"{REPLACED}{target.name}"
                 target.replace(old)
                 aside.replace(target)
                 shutil.rmtree(old)
             else:
                 aside.replace(target)
             _sync(self.directory)
-        except (OSError, SafetensorError) as error:
+        except CheckpointError:
+            raise
+        except Exception as error:
             shutil.rmtree(aside, ignore_errors=True)
+            # the tokenizers library has no type for a failed write: a plain Exception ending in (os error 28)
+            if not isinstance(error, OSError | SafetensorError) and "(os error " not in str(error):
+                raise
             raise CheckpointError(
                 f"{target} could not be written ({error}); free some disk: every step is journalled meanwhile"
             ) from error
