@@ -27,6 +27,7 @@ from transformers.utils import logging as transformers_logging
 
 from node.attention import ATTENTION
 from node.interfaces import FinishReason, Message
+from node.lean import make_lean
 
 log = logging.getLogger(__name__)
 
@@ -102,7 +103,7 @@ def load_model(path: str, *, device: str, dtype: str, models: Path) -> ModelBund
         )
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise ModelError(f"{directory}: the weights cannot be read ({error}); copy the model again, whole") from error
-    model.to(place).eval()
+    make_lean(model.to(place).eval())
     eos = model.generation_config.eos_token_id
     stops = {tokenizer.eos_token_id, *(eos if isinstance(eos, list) else [eos])} - {None}
     return ModelBundle(
