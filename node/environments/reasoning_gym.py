@@ -73,8 +73,7 @@ class ReasoningGym:
         except (TypeError, ValueError, AssertionError, KeyError) as error:
             raise SettingsRefused(f"environment {name} refuses settings {own}: {error}") from error
         self._entries: OrderedDict[tuple[int, int], tuple[ProceduralDataset, dict[str, Any]]] = OrderedDict()
-        self._examples: list[dict[str, Any]] = []
-        self._examples = [self._entry(EXAMPLE_SEED, i)[1] for i in range(examples)]
+        self._examples = [self._draw(_seed(EXAMPLE_SEED, i, 0))[1] for i in range(examples)]
 
     def task(self, seed: int, index: int) -> Task:
         messages = [Message("system", SYSTEM)]
@@ -127,7 +126,7 @@ class ReasoningGym:
             return self._entries[key]
         shown = {example["question"] for example in self._examples}
         for draw in range(MAX_DRAWS):
-            dataset, entry = self._draw(int.from_bytes(hashlib.sha256(f"{seed}/{index}/{draw}".encode()).digest()[:4]))
+            dataset, entry = self._draw(_seed(seed, index, draw))
             if entry["question"] not in shown:
                 break
         self._entries[key] = dataset, entry
@@ -142,3 +141,8 @@ class ReasoningGym:
             dataset = self._dataset
             dataset.seed = seed
         return dataset, dataset[0]
+
+
+def _seed(seed: int, index: int, draw: int) -> int:
+    """32 bits of the SHA-256 of what names a draw."""
+    return int.from_bytes(hashlib.sha256(f"{seed}/{index}/{draw}".encode()).digest()[:4])
