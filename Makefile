@@ -33,6 +33,13 @@ format: $(STAMP)
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
+bench: $(VENV)/.bench-installed
+	@for name in step rollout exchange; do $(BIN)/shoal bench $$name || exit 1; done
+
+$(VENV)/.bench-installed: $(STAMP)
+	$(BIN)/python -m pip install -q -c constraints.txt -e ".[bench]"
+	touch $@
+
 $(STAMP): pyproject.toml constraints.txt .ci/install
 	PYTHON=$(PYTHON) VENV=$(VENV) sh .ci/install
 	touch $@

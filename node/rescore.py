@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from node.models import ModelBundle, encode_completion
 from node.scorer import Scorer, ScorerError
-from protocol.rollout import RolloutGroup
+from protocol.rollout import Completion, RolloutGroup
 from protocol.rules import Reason, Rejected
 from swarm.exchange import ScoringUnavailable
 
@@ -29,7 +29,7 @@ class Rescorer:
         (task,) = await self._scorer.tasks([group.task], foreign=True)
         limit = task.max_tokens * BUDGET_SLACK
         for i, completion in enumerate(group.completions):
-            length = len(encode_completion(self._bundle, completion.text, completion.finish))
+            length = self._length(completion, limit)
             if completion.token_count > task.max_tokens or length > limit:
                 raise Rejected(
                     Reason.over_budget,
@@ -39,3 +39,11 @@ class Rescorer:
         texts = [(group.task, completion.text) for completion in group.completions]
         scores = await self._scorer.score(texts, foreign=True)
         return [score.reward for score in scores]
+
+    def _length(self, completion: Completion, limit: int) -> int:
+        """Tokens of a completion here, or what they cannot exceed where that is within the limit already.
+
+        A token spells a byte at least, some tokenizers put one token before the text, and one ends the turn.
+        """
+        most = len(completion.text.encode()) + 2
+        return most if most <= limit else len(encode_completion(self._bundle, completion.text, completion.finish))

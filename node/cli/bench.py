@@ -7,15 +7,18 @@ from node.cli.session import Command, Session, with_session
 
 @click.command(cls=Command)
 @click.argument("name", type=click.Choice(["step", "rollout", "exchange"]))
+@click.option(
+    "--threads", type=click.IntRange(1, 1024), default=1, show_default=True, help="torch threads of each side"
+)
 @with_session
-def bench(session: Session, name: str) -> None:
+def bench(session: Session, name: str, threads: int) -> None:
     """Run a benchmark: `step` against TRL, `rollout` against HF generate, `exchange` over libp2p."""
     session.start_logging(None)
 
     from node.bench import run
     from node.cli.output import emit, facts
 
-    result = run(name)
+    result = run(name, threads=threads)
     if session.as_json:
         emit(result)
         return

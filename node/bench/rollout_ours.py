@@ -1,0 +1,82 @@
+"""Our side of `shoal bench rollout`: node.engines.transformers as the loop calls it."""
+
+import asyncio
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from node.bench.floor import matrix_weights, work_of
+from node.bench.side import Say, Stopwatch, peak_rss, serve
+from node.bench.workload import GROUP_SIZE, NEW_TOKENS, PROMPTS, bench_config, bench_manifest, bench_scorer, own_refs
+from node.device import Device
+from node.engines.transformers import TransformersEngine
+from node.home import models_dir
+from node.interfaces import PromptRequest, SampledGroup, TrainGroup, TrainSequence
+from node.models import ModelBundle, load_model
+from node.rollouts import prompts, sampling_seed
+
+
+def work(spec: Mapping[str, Any], say: Say) -> None:
+    say(asyncio.run(measure(spec)))
+
+
+async def measure(spec: Mapping[str, Any]) -> dict[str, Any]:
+    """A warm-up, `repeats` laps of the step's workload, one of the `ragged` budgets."""
+    config, manifest, device = bench_config(spec["model"]), bench_manifest(), Device()
+
+    def load() -> ModelBundle:
+        torch.set_num_threads(spec["threads"])
+        return load_model(config.model.path, device="cpu", dtype=config.model.dtype, models=models_dir())
+
+    bundle = await device.run(load, stage="load model")
+    scorer = bench_scorer(manifest, config)
+    await scorer.start()
+    _, prompt_ids = await prompts(bundle, scorer, own_refs(manifest, PROMPTS))
+    await scorer.close()
+    engine = TransformersEngine(bundle, device)
+    endless = TransformersEngine(dataclasses.replace(bundle, stop_ids=frozenset()), device)
+    budgets = [NEW_TOKENS] * PROMPTS
+    await _lap(engine, prompt_ids[:1], budgets[:1], seed=0)
+    uniform = [await _lap(engine, prompt_ids, budgets, seed=i) for i in range(spec["repeats"])]
+    ragged = [await _lap(endless, prompt_ids, spec["ragged"], seed=0)] if spec["ragged"] else []
+    device.close()
+    return {
+        "dtype": str(bundle.model.dtype).removeprefix("torch."),
+        "peak_rss": peak_rss(),
+        "uniform": uniform,
+        "ragged": ragged,
+    }
+
+
+async def _lap(
+    engine: TransformersEngine, prompt_ids: Sequence[tuple[int, ...]], budgets: Sequence[int], *, seed: int
+) -> dict[str, Any]:
+    requests = [
+        PromptRequest(str(i), ids, GROUP_SIZE, budget, 1.0, sampling_seed(0, seed, i))
+        for i, (ids, budget) in enumerate(zip(prompt_ids, budgets, strict=True))
+    ]
+    watch = Stopwatch()
+    groups = [group async for group in engine.generate(requests)]
+    passed = watch.lap()
+    counted = work_of([_as_train_group(prompt_ids[int(group.key)], group) for group in groups])
+    return {
+        **passed,
+        "tokens": sum(len(sample.token_ids) for group in groups for sample in group.samples),
+        "tokens_prefilled": counted.prefill_tokens,
+        "tokens_decoded": counted.decode_tokens,
+        "flops": counted.flops(*matrix_weights(engine.bundle.model)),
+    }
+
+
+def _as_train_group(prompt_ids: tuple[int, ...], group: SampledGroup) -> TrainGroup:
+    """With nothing to learn from, so that only the sampling counts."""
+    sequences = tuple(
+        TrainSequence(sample.token_ids, (True,) * len(sample.token_ids), 0.0, None) for sample in group.samples
+    )
+    return TrainGroup(prompt_ids, sequences, "own")
+
+
+if __name__ == "__main__":
+    serve(work)

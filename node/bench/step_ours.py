@@ -1,0 +1,140 @@
+"""Our side of `shoal bench step`: the loop of a node that has no peers, step after step.
+
+The parts are those that node/daemon.py makes, except that the transport is the in-memory one, with nobody on it.
+"""
+
+import asyncio
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from node.bench.floor import matrix_weights, work_of
+from node.bench.side import Say, Stopwatch, peak_rss, serve
+from node.bench.workload import bench_clock, bench_config, bench_identity, bench_manifest, bench_scorer
+from node.checkpoint import CheckpointStore
+from node.device import Device
+from node.engines.transformers import TransformersEngine
+from node.history import History
+from node.home import models_dir
+from node.interfaces import Score, StepSkipped
+from node.loop import Loop, Parts
+from node.models import load_model
+from node.progress import Progress
+from node.rescore import Rescorer
+from node.scorer import Scorer
+from node.training.local import LocalTrainer
+from protocol.rollout import TaskRef
+from swarm.exchange import Exchange
+from swarm.experience import ExperienceStore
+from swarm.memory import MemoryHub
+from swarm.sampler import Sampler
+
+STAGE_SECONDS = 3600.0
+
+
+class AlternatingScorer(Scorer):
+    """Scores as usual and, while `alternating`, says 0, 1, 0, 1, ... instead, so that every group is informative."""
+
+    alternating = False
+
+    async def score(self, items: Sequence[tuple[TaskRef, str]], *, foreign: bool = False) -> list[Score]:
+        scores = await super().score(items, foreign=foreign)
+        return [Score(float(i % 2), parsed=True) for i in range(len(scores))] if self.alternating else scores
+
+
+def work(spec: Mapping[str, Any], say: Say) -> None:
+    with tempfile.TemporaryDirectory(prefix="shoal-bench-") as directory:
+        say(asyncio.run(measure(spec, Path(directory))))
+
+
+async def measure(spec: Mapping[str, Any], directory: Path) -> dict[str, Any]:
+    """One warm-up step, `steps` steps with real rewards, `steps` with alternating ones."""
+    config, manifest, identity, clock = bench_config(spec["model"]), bench_manifest(), bench_identity(), bench_clock()
+    device = Device()
+
+    def load() -> tuple[Any, LocalTrainer]:
+        torch.set_num_threads(spec["threads"])
+        model = config.model
+        bundle = load_model(model.path, device="cpu", dtype=model.dtype, models=models_dir())
+        return bundle, LocalTrainer(bundle, config.train, dumps=directory / "dumps")
+
+    bundle, trainer = await device.run(load, stage="load model")
+    scorer = bench_scorer(manifest, config, AlternatingScorer)
+    assert isinstance(scorer, AlternatingScorer)
+    await scorer.start()
+    store = ExperienceStore(directory / "node.db", config.limits.store_mb << 20, clock)
+    history = History(directory / "node.db", clock)
+    exchange = Exchange(
+        MemoryHub(seed=0).transport(identity), store, identity, manifest, Rescorer(bundle, scorer), clock
+    )
+    (directory / "checkpoints").mkdir()
+    checkpoints = CheckpointStore(directory / "checkpoints", config.checkpoint.keep)
+    parts = Parts(
+        config=config,
+        manifest=manifest,
+        peer_id=identity.peer_id,
+        bundle=bundle,
+        device=device,
+        engine=TransformersEngine(bundle, device),
+        trainer=trainer,
+        scorer=scorer,
+        exchange=exchange,
+        store=store,
+        sampler=Sampler(config.node.seed),
+        checkpoints=checkpoints,
+        history=history,
+        progress=Progress(clock, STAGE_SECONDS, since=clock()),
+        clock=clock,
+    )
+    loop = Loop(parts)
+    watch = Stopwatch()
+    scorer.alternating = True  # for the update to be warm too, whatever the first rewards are
+    await loop.step()
+    scorer.alternating = False
+    real = [await _timed(loop, watch) for _ in range(spec["steps"])]
+    scorer.alternating = True
+    synthetic = [await _timed(loop, watch) for _ in range(spec["steps"])]
+    await scorer.close()
+    store.close()
+    history.close()
+    device.close()
+    return {
+        "dtype": str(bundle.model.dtype).removeprefix("torch."),
+        "peak_rss": peak_rss(),
+        "steps": real,
+        "all_informative": synthetic,
+    }
+
+
+async def _timed(loop: Loop, watch: Stopwatch) -> dict[str, Any]:
+    """One step, and what it did. A step of which all groups are uniform makes no update, as in a node."""
+    parts = loop.parts
+    scorer_before = parts.scorer.busy_seconds
+    watch.lap()
+    try:
+        await loop.step()
+    except StepSkipped:
+        parts.trainer.step += 1  # so that the next one is journalled under a number of its own
+    passed = watch.lap()
+    record = parts.checkpoints.latest().records[-1]
+    groups = record.batch.groups
+    counted = work_of(groups)
+    return {
+        **passed,
+        "scorer_seconds": parts.scorer.busy_seconds - scorer_before,
+        "stages": {name: round(seconds, 4) for name, seconds in parts.progress.stages.items()},
+        "tokens_generated": sum(len(sequence.token_ids) for group in groups for sequence in group.sequences),
+        "prompt_tokens": [len(group.prompt_ids) for group in groups],
+        "groups_skipped": sum(all(one.advantage == 0 for one in group.sequences) for group in groups),
+        "tokens_prefilled": counted.prefill_tokens,
+        "tokens_decoded": counted.decode_tokens,
+        "tokens_forwarded": counted.trained_tokens,
+        "flops": counted.flops(*matrix_weights(parts.bundle.model)),
+    }
+
+
+if __name__ == "__main__":
+    serve(work)

@@ -1,0 +1,151 @@
+"""The benchmarks themselves: what they count, and that every side does its work and says it. Not how fast."""
+
+import asyncio
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from node.bench import exchange, rollout_hf, rollout_ours, step, step_ours
+from node.bench.exchange_producer import ANSWERS, around_as_json, as_json
+from node.bench.floor import Work, work_of
+from node.bench.machine import machine
+from node.bench.side import BenchError, SideTimeout, run_side
+from node.bench.workload import GROUP_SIZE, NEW_TOKENS, PROMPTS, bench_manifest, median, own_refs
+from node.environments.reasoning_gym import ReasoningGym
+from node.interfaces import TrainGroup, TrainSequence
+from protocol.manifest import embedded_manifest
+from protocol.rollout import Completion, RolloutGroup, TaskRef, Turn, pack_logprobs, pack_token_ids
+
+
+def group(prompt: tuple[int, ...], answers: list[tuple[int, ...]], advantages: list[float]) -> TrainGroup:
+    sequences = [
+        TrainSequence(ids, (True,) * len(ids), advantage, None)
+        for ids, advantage in zip(answers, advantages, strict=True)
+    ]
+    return TrainGroup(prompt, tuple(sequences), "own")
+
+
+def test_work_counts_every_distinct_token_once() -> None:
+    informative = group((1, 2, 3), [(4, 5, 6), (4, 5, 7), (8,)], [1.0, -0.5, -0.5])
+    uniform = group((1, 2, 9), [(4, 4), (4, 4), (5, 5)], [0.0, 0.0, 0.0])
+    counted = work_of([informative, uniform])
+    # prompts 1 2 3 and 9; fed back: 4, 4 5 of the first and 4, 5 of the second, the last of each completion never
+    assert counted == Work(prompts=2, prefill_tokens=4, decode_tokens=4, trained_tokens=8, trained_states=3)
+    layers, head = 10, 100
+    assert counted.flops(layers, head) == 2 * 10 * (4 + 4) + 2 * 100 * (2 + 4) + 6 * 10 * 8 + 6 * 100 * 3
+
+
+def test_work_without_anything_to_learn_is_the_rollout_alone() -> None:
+    counted = work_of([group((1, 2), [(3,), (3,)], [0.0, 0.0])])
+    assert counted == Work(1, 2, 0, 0, 0)
+    assert counted.flops(10, 100) == 2 * 10 * 2 + 2 * 100
+
+
+def test_the_median_of_an_even_number_is_the_lower_middle() -> None:
+    assert median([3.0, 1.0, 2.0]) == 2.0
+    assert median([4.0, 1.0, 2.0, 3.0]) == 2.0
+
+
+def test_tasks_are_the_same_at_every_run_and_of_one_epoch() -> None:
+    refs = own_refs(bench_manifest(), 40)
+    assert refs == own_refs(bench_manifest(), 40)
+    assert {ref.environment for ref in refs} == {"letter_counting", "chain_sum", "spell_backward"}
+
+
+def test_machine_names_what_a_time_depends_on() -> None:
+    facts = machine(1)
+    assert facts["threads"] == 1
+    assert facts["gemm_gflops_f32"] > 0.1
+    assert facts["gemm_gflops_bf16"] > 0.1
+    assert json.loads(json.dumps(facts)) == facts
+
+
+async def test_a_side_that_ends_or_hangs_is_named() -> None:
+    with pytest.raises(BenchError, match=r"node\.bench\.machine ended with code 0"):
+        await run_side("node.bench.machine", {"threads": 1}, 60.0)
+    with pytest.raises(SideTimeout, match=r"node\.bench\.rollout_hf said nothing for 0 s"):
+        await run_side("node.bench.rollout_hf", {"threads": 1}, 0.01)
+
+
+async def test_our_step_is_the_loops(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
+    spec = {"threads": 1, "model": str(tiny_model("llama")), "steps": 1}
+    result = await step_ours.measure(spec, tmp_path)
+    (real,), (synthetic,) = result["steps"], result["all_informative"]
+    assert synthetic["groups_skipped"] == 0
+    assert len(real["prompt_tokens"]) == PROMPTS
+    assert PROMPTS * GROUP_SIZE <= real["tokens_generated"] <= PROMPTS * GROUP_SIZE * NEW_TOKENS
+    assert synthetic["tokens_forwarded"] > synthetic["tokens_prefilled"]
+    assert synthetic["flops"] > 0
+    assert {"rollout", "journal", "update"} <= synthetic["stages"].keys()
+    merged = step._merge([result, result])
+    assert merged["seconds"] == real["seconds"]
+    assert merged["flops"] == {"real": real["flops"], "all_informative": synthetic["flops"]}
+
+
+async def test_both_rollouts_make_the_same_ragged_tokens(tiny_model: Callable[..., Path]) -> None:
+    budgets = (2, 3, 4, 5, 6, 7, 8, 9)
+    spec = {"threads": 1, "model": str(tiny_model("llama")), "repeats": 1, "ragged": budgets, "dtype": "float32"}
+    ours = await rollout_ours.measure(spec)
+    theirs = await asyncio.to_thread(rollout_hf.measure, spec)
+    assert ours["ragged"][0]["tokens"] == theirs["ragged"][0]["tokens"] == GROUP_SIZE * sum(budgets)
+    assert ours["uniform"][0]["tokens_prefilled"] > 100
+    for side in (ours, theirs):
+        assert 0 < side["uniform"][0]["tokens"] <= PROMPTS * GROUP_SIZE * NEW_TOKENS
+        assert side["uniform"][0]["seconds"] > 0
+
+
+@pytest.mark.slow
+async def test_trl_does_the_same_number_of_completions(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
+    pytest.importorskip("trl", reason="shoal[bench] is not installed")
+    from node.bench import step_trl
+
+    spec = {"threads": 1, "model": str(tiny_model("llama")), "steps": 1, "prompts": PROMPTS, "dtype": "float32"}
+    result = await asyncio.to_thread(step_trl.measure, spec, str(tmp_path))
+    (only,) = result["steps"]
+    assert PROMPTS * GROUP_SIZE <= only["tokens_generated"] <= PROMPTS * GROUP_SIZE * NEW_TOKENS
+    # every completion carries its whole prompt
+    assert only["tokens_forwarded"] > PROMPTS * GROUP_SIZE * 100
+    assert 0 <= only["groups_uniform"] <= PROMPTS
+    assert result["probe"]["tokens_generated"] <= GROUP_SIZE * NEW_TOKENS
+
+
+@pytest.mark.parametrize("name", sorted(ANSWERS))
+def test_answers_are_right(name: str) -> None:
+    spec = embedded_manifest("bench", 0).environment(name)
+    assert spec is not None
+    environment = ReasoningGym(spec.name, spec.version, spec.settings)
+    for index in range(20):
+        answer = ANSWERS[name](environment.task(1, index).messages[-1].content)
+        assert environment.score(1, index, answer).reward == 1.0
+
+
+def test_json_says_all_that_the_group_says() -> None:
+    one = Completion((Turn("assistant", "4"),), "stop", 2, 1.0, pack_token_ids([36, 2]), pack_logprobs([-0.5, -0.25]))
+    group = RolloutGroup(bytes(32), "12D3KooW", 3, TaskRef("chain_sum", "1", 5, 6), "tiny", bytes(32), 7, (one,) * 8)
+    plain = json.loads(as_json(group))
+    assert plain["task"] == {"environment": "chain_sum", "version": "1", "seed": 5, "index": 6}
+    assert plain["completions"][0] == {
+        "turns": [{"role": "assistant", "text": "4"}],
+        "finish": "stop",
+        "token_count": 2,
+        "reward": 1.0,
+        "token_ids": [36, 2],
+        "logprobs": [-0.5, -0.25],
+    }
+    assert b'"reward_std":0.0' in around_as_json(group)
+
+
+@pytest.mark.model
+@pytest.mark.network
+@pytest.mark.slow
+async def test_groups_cross_between_two_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exchange, "GROUPS", 32)
+    result: dict[str, Any] = await exchange.compare(1, {})
+    counters = result["ours"]["counters"]
+    assert counters["consumer"]["admitted"] == counters["producer"]["published"] == 32
+    assert counters["consumer"]["rejected"] == {}
+    assert result["ours"]["groups_per_second"] > 0
+    assert result["ratio"] > 2
