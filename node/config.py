@@ -71,7 +71,7 @@ class TrainConfig(Section):
         0.0, ge=0, description="weight of KL to the frozen reference; 0: no reference is kept"
     )
     kl_estimator: Literal["k1", "k2", "k3"] = Field("k3", description="KL estimator")
-    tokens_per_micro_batch: int = Field(2048, ge=64, description="token budget of one forward and backward")
+    tokens_per_micro_batch: int = Field(768, ge=64, description="token budget of one forward and backward")
 
 
 class SwarmConfig(Section):
