@@ -2,7 +2,9 @@
 
 import errno
 import logging
+import math
 import socket
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -17,6 +19,8 @@ from swarm.libp2p_addresses import expand_unspecified
 from swarm.transport import TransportError
 
 MAX_CONNECTIONS = 128
+ADDRESS_SECONDS = 5.0
+"""How long own addresses are taken to be as they were."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +42,7 @@ def configured_host(settings: HostSettings) -> IHost:
         announced = [Multiaddr(address) for address in settings.announce]
         return announced or expand_unspecified(list(listening))
 
-    return new_host(
+    host = new_host(
         key_pair=create_new_key_pair(settings.seed),
         listen_addrs=[Multiaddr(address) for address in settings.listen],
         muxer_preference="YAMUX",
@@ -61,6 +65,24 @@ def configured_host(settings: HostSettings) -> IHost:
         addrs_factory=advertised,
         disable_identify_address_discovery=True,
     )
+    host.get_addrs = _remembered(host, time.monotonic)
+    return host
+
+
+def _remembered(host: IHost, clock: Callable[[], float]) -> Callable[[], list[Multiaddr]]:
+    """`host.get_addrs` with a memory: the library asks at every gossip message, and interfaces seldom change."""
+    ask = host.get_addrs
+    known: list[Multiaddr] = []
+    asked_at, listeners = -math.inf, 0
+
+    def get_addrs() -> list[Multiaddr]:
+        nonlocal known, asked_at, listeners
+        now, listening = clock(), len(host.get_network().listeners)
+        if now - asked_at > ADDRESS_SECONDS or listening != listeners:
+            known, asked_at, listeners = ask(), now, listening
+        return list(known)
+
+    return get_addrs
 
 
 def check_port_is_free(address: Multiaddr) -> None:
