@@ -1,5 +1,8 @@
 """`shoal bench`: measure this machine against the peers of the field."""
 
+from collections.abc import Iterator, Mapping
+from typing import Any
+
 import click
 
 from node.cli.session import Command, Session, with_session
@@ -22,9 +25,13 @@ def bench(session: Session, name: str, threads: int) -> None:
     if session.as_json:
         emit(result)
         return
-    flat = {
-        f"{key}.{inner}" if inner else key: value
-        for key, content in result.items()
-        for inner, value in (content.items() if isinstance(content, dict) else [("", content)])
-    }
-    facts(flat)
+    facts(dict(_flat(result)))
+
+
+def _flat(result: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted keys and plain values; lists of single laps are left to --json."""
+    for key, value in result.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{above}{key}.")
+        elif not isinstance(value, list):
+            yield above + key, value
