@@ -19,12 +19,14 @@ from pathlib import Path
 from typing import Any
 
 from node.client import DaemonUnreachable, RequestRefused, connect
+from node.history import History
 from node.home import Home, NoSwarm
 from node.local_table import LiveTable
 from protocol.invite import Invite
 from protocol.manifest import embedded_manifest
 
-STOP_SECONDS = 5.0
+FIRST_PAGE = 8420
+STOP_SECONDS = 4.5
 MAX_BACKOFF = 60.0
 RESTARTS_WITHOUT_PROGRESS = 4
 PR_SET_PDEATHSIG = 1
@@ -44,6 +46,7 @@ class Member:
     log: Path
     port: int
     web_port: int
+    """Of the status page: this one, or a free one where it is taken."""
     process: subprocess.Popen[bytes] | None = None
     status: dict[str, Any] = field(default_factory=dict)
     restarts: int = 0
@@ -66,8 +69,7 @@ def prepare(root: Path, nodes: int) -> list[Member]:
             home.init()
             port = _free_port(home.listen_port(), held)
             home.keep_listen_port(port)
-            web_port = _free_port(8419 + number, held)
-            members.append(Member(f"node-{number}", home, home.logs / "console.log", port, web_port))
+            members.append(Member(f"node-{number}", home, home.logs / "console.log", port, FIRST_PAGE + number - 1))
     first = members[0]
     try:
         swarm = first.home.swarm()
@@ -107,31 +109,31 @@ def supervise(
     `settings` are `section.key=value` for every node. Raises LocalSwarmFailed.
     """
     nodes = len(members)
-    stopping = False
-
-    def stop(signum: int, frame: object) -> None:
-        nonlocal stopping
-        stopping = True
-
-    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # asked to stop in either way: KeyboardInterrupt
     try:
         for member in members:
             _start(member, nodes, steps, settings)
-        while not stopping and not (steps is not None and all(member.step >= steps for member in members)):
+        # a node is idle once it has done its steps and written the last checkpoint
+        while steps is None or any(member.status.get("state") != "IDLE" for member in members):
             for member in members:
                 _tend(member, nodes, steps, settings, clock())
             show(members)
             time.sleep(1.0)
-        report = {"nodes": [_report(member) for member in members if member.process is not None]}
+    except KeyboardInterrupt:
+        pass  # the usual way to end; what follows is the same as after the last step
     finally:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)  # an impatient second Ctrl-C must not leave nodes behind
         _stop(members)
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     show(members)
-    return report
+    return {"nodes": [_report(member) for member in members]}
 
 
 def _start(member: Member, nodes: int, steps: int | None, settings: Sequence[str]) -> None:
+    with ExitStack() as held:  # chosen at every start: since the last one another program may have taken it
+        member.web_port = _free_port(member.web_port, held)
     threads = max(1, (os.cpu_count() or 1) // nodes)
     flags = [
         f"network.listen=/ip4/127.0.0.1/tcp/{member.port}",
@@ -197,25 +199,27 @@ def _cause(code: int) -> str:
 
 
 def _report(member: Member) -> dict[str, Any]:
-    """A node's part of the report, from its API. Raises DaemonUnreachable."""
-    client = connect(member.home)
-    status = client.get("status")
+    """A node's part of the report: its history, and what its API said last (nothing, if it never came up)."""
+    status = member.status
+    history = History(member.home.database, time.time)
     steps: list[dict[str, Any]] = []
-    while page := client.get("steps", after=steps[-1]["step"] if steps else 0, limit=PAGE):
+    while page := history.steps(steps[-1]["step"] if steps else 0, PAGE):
         steps += page
-    groups = status["groups"]
+    held_out, trained_foreign = [history.held_out_start(), history.held_out_latest()], history.trained_foreign()
+    history.close()
+    groups = status.get("groups", {})
     speeds = [step["tokens_per_second"] for step in steps]
     checkpoints = sorted(member.home.checkpoints.glob("step-*"), key=lambda path: int(path.name.split("-")[1]))
     return {
-        "peer_id": status["peer_id"],
-        "steps": status["step"],
+        "peer_id": member.home.identity().peer_id,
+        "steps": len(steps),
         "reward": [step["reward"] for step in steps],
-        "held_out": {"start": status["held_out_start"], "end": status["held_out"]},
+        "held_out": held_out,
         "groups": {name: groups.get(name, 0) for name in ("published", "fetched", "admitted")}
-        | {"rejected": groups.get("rejected", {}), "trained_foreign": groups["trained_foreign"]},
+        | {"rejected": groups.get("rejected", {}), "trained_foreign": trained_foreign},
         "mixed": [[step["own_groups"], step["foreign_groups"]] for step in steps],
         "tokens_per_second": sum(speeds) / len(speeds) if speeds else 0.0,
-        "peak_rss_mb": status["peak_rss_mb"],
+        "peak_rss_mb": status.get("peak_rss_mb"),
         "restarts": member.restarts,
         "checkpoint": str(checkpoints[-1]) if checkpoints else None,
     }
