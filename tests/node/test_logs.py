@@ -35,13 +35,13 @@ def test_text_for_people_and_json_in_the_file(tmp_path: Path) -> None:
     set_up("text", verbose=False, file=file, stream=stream)
     logging.getLogger("node.loop").info("step %d done", 3)
     logging.getLogger("node.loop").debug("not shown")
-    logging.getLogger("libp2p").info("not shown")
-    logging.getLogger("libp2p").warning("shown")
+    logging.getLogger("library").info("not shown")
+    logging.getLogger("library").warning("shown")
     fail()
     lines = stream.getvalue().splitlines()
     assert [line[9:] for line in lines] == [
         "info    node.loop  step 3 done",
-        "warning libp2p  shown",
+        "warning library  shown",
         "error   node.loop  it failed",
     ]
     entries = [json.loads(line) for line in file.read_text().splitlines()]
