@@ -82,7 +82,6 @@ class Daemon:
         self.scorer: Scorer | None = None
         self.exchange: Exchange | None = None
         self.loop: Loop | None = None
-        self.pause_reason: str | None = None
         swarm = home.swarm()
         self.transport = Libp2pTransport(
             self.identity, [self._listen()], announce=self.config.network.announce, psk=swarm.psk
@@ -121,9 +120,13 @@ class Daemon:
         services.cancel()
         _, pending = await asyncio.wait({services}, timeout=STOP_SECONDS)
         if pending:
-            log.warning("the model did not stop within %.0f s; leaving it, the journal has the step", STOP_SECONDS)
+            log.warning("the services did not stop within %.0f s; leaving them", STOP_SECONDS)
         stop.cancel()
         self._goodbye()
+        if pending:
+            # asyncio would wait for them without end
+            logging.shutdown()
+            os._exit(code)
         return code
 
     async def _services(self, steps: int | None, stay: bool) -> None:
@@ -170,7 +173,7 @@ class Daemon:
             await self.scorer.start()
             engine, parts = await self._make_parts(manifest, self.scorer)
         self.loop = Loop(parts)
-        if self.pause_reason is not None:
+        if self.progress.paused is not None:
             self.loop.unpaused.clear()
         self.exchange = parts.exchange
         services.create_task(parts.exchange.run(), name="exchange")
@@ -274,13 +277,13 @@ class Daemon:
 
     def _goodbye(self) -> None:
         """Say what is saved, and close the files."""
-        if self.loop is not None:
-            trainer, base = self.loop.parts.trainer, self.loop.parts.checkpoints.base
-            saved = (
-                f"step {trainer.step} is saved (checkpoint of step {base} and {trainer.step - base} journalled updates)"
-            )
-            self.history.event("info", "stop", saved)
-            print(f"shoal: {saved}", flush=True)  # noqa: T201 - the last words of the process
+        if self.loop is None or self.loop.saved is None:
+            said = "stopped before training began; what was saved before is untouched"
+        else:
+            saved, base = self.loop.saved, self.loop.parts.checkpoints.base
+            said = f"step {saved} is saved (checkpoint of step {base} and {saved - base} journalled updates)"
+        self.history.event("info", "stop", said)
+        print(f"shoal: {said}", flush=True)  # noqa: T201 - the last words of the process
         self.device.close()
         self.history.close()
         self.store.close()
@@ -295,15 +298,13 @@ class Daemon:
 
     def pause(self, reason: str) -> None:
         self.history.event("info", "pause", f"paused: {reason}")
-        self.pause_reason = reason
-        self.progress.say("PAUSED", f"{reason} (after the step in progress)", "run shoal resume to go on")
+        self.progress.paused = reason
         if self.loop is not None:
             self.loop.unpaused.clear()
 
     def resume(self) -> None:
         self.history.event("info", "pause", "resumed")
-        self.pause_reason = None
-        self.progress.say("TRAINING", "resumed")
+        self.progress.paused = None
         if self.loop is not None:
             self.loop.unpaused.set()
 

@@ -1,6 +1,6 @@
 """The training loop: one step as a straight line.
 
-    assignment -> rollouts -> rewards -> share -> peers' groups -> mix -> advantages -> update -> journal -> history
+    assignment -> rollouts -> rewards -> share -> peers' groups -> mix -> advantages -> journal -> update -> history
 
 The network never blocks it: sharing and pulling run beside it (swarm.exchange), and a node with no peers mixes own
 groups only. The update's input is journalled before it is applied (node.checkpoint), so kill -9 costs at most the
@@ -66,6 +66,8 @@ class Loop:
     def __init__(self, parts: Parts) -> None:
         self.parts = parts
         self.position = DataPosition()
+        self.saved: int | None = None
+        """The step that the next start will reach; None until that is known."""
         self.stop = threading.Event()
         self.unpaused = asyncio.Event()
         self.unpaused.set()
@@ -76,20 +78,30 @@ class Loop:
         """Continue where the last process stopped: newest good checkpoint, then the journalled updates after it."""
         p = self.parts
         async with p.progress.during("recover"):
-            recovery = await asyncio.to_thread(p.checkpoints.latest)
+            recovery = await p.device.run(p.checkpoints.latest, stage="recover")
+            records = recovery.records
+            self.saved = records[-1].step if records else recovery.step
             for problem in recovery.problems:
                 p.history.event("warning", "checkpoint", problem)
             if recovery.directory is not None:
                 await p.device.run(p.trainer.load, recovery.directory, stage="load checkpoint")
             if recovery.state:
                 self._restore(recovery.state)
-        for record in recovery.records:
-            p.progress.say("RESUMING", f"replaying journalled step {record.step} of {recovery.records[-1].step}")
+        for at, record in enumerate(records):
+            last = at + 1 == len(records)
+            if not last and records[at + 1].step == record.step:
+                continue  # it was skipped: the same step was tried again with other groups
+            p.progress.say("RESUMING", f"replaying journalled step {record.step} of {records[-1].step}")
             try:
                 await self._apply(record)
             except StepSkipped as skipped:
-                log.info("journalled step %d was skipped again: %s", record.step, skipped)
-        if recovery.directory is not None or recovery.records:
+                if not last:
+                    raise CheckpointError(
+                        f"journalled step {record.step} cannot be repeated: {skipped} ; free some memory, start again"
+                    ) from skipped
+                log.info("the last journalled step %d is skipped: %s", record.step, skipped)
+        self.saved = p.trainer.step
+        if recovery.directory is not None or records:
             p.history.event("info", "resume", f"continues after step {p.trainer.step}")
 
     async def run(self, steps: int | None) -> None:
@@ -99,7 +111,7 @@ class Loop:
             await self._evaluate()
         skips = 0
         while steps is None or p.trainer.step < steps:
-            if not self.unpaused.is_set():
+            while not self.unpaused.is_set():
                 p.progress.enter("paused")
                 await self.unpaused.wait()
             p.progress.enter("step")
@@ -109,7 +121,6 @@ class Loop:
             except StepSkipped as skipped:
                 skips += 1
                 p.history.event("warning", "step", f"step {p.trainer.step + 1} skipped: {skipped}")
-                log.warning("step skipped: %s", skipped)
                 if skips >= SKIPS_BEFORE_ALARM:
                     p.progress.say("WAITING", f"{skips} steps in a row skipped: {skipped}", SKIP_ADVICE)
 
@@ -194,7 +205,7 @@ class Loop:
         while True:
             try:
                 async with p.progress.during("journal"):
-                    return await asyncio.to_thread(p.checkpoints.append, record)
+                    return await p.device.run(p.checkpoints.append, record, stage="journal")
             except CheckpointError as error:
                 p.progress.say("WAITING", str(error), "free some disk")
                 p.history.event("error", "journal", str(error))
@@ -212,6 +223,7 @@ class Loop:
                 )
         except Interrupted:
             raise asyncio.CancelledError from None
+        self.saved = max(self.saved or 0, p.trainer.step)
         await p.engine.update_weights(p.trainer.step)
         now = p.clock()
         p.progress.last_step_at = now

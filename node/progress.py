@@ -25,11 +25,20 @@ class Progress:
     next: str = ""
     stage: str = "start"
     since: float = 0.0
+    paused: str | None = None
+    """Why, while the node is paused or about to be."""
     last_step_at: float | None = None
     stages: dict[str, float] = field(default_factory=dict)
 
     def say(self, state: State, reason: str = "", next: str = "") -> None:
         self.state, self.reason, self.next = state, reason, next
+
+    def told(self) -> tuple[State, str, str]:
+        """State, reason and next action for a person: a pause covers the words of what it holds up."""
+        if self.paused is None or self.state in {"IDLE", "STOPPING", "FAILED"}:
+            return self.state, self.reason, self.next
+        yet = "" if self.stage == "paused" else " (after the step in progress)"
+        return "PAUSED", f"{self.paused}{yet}", "run shoal resume to go on"
 
     def enter(self, stage: str) -> None:
         """What is going on outside the timed stages, such as waiting to be resumed."""

@@ -32,13 +32,14 @@ class DaemonView:
     def status(self) -> Mapping[str, Json]:
         node, progress = self.node, self.node.progress
         now = node.clock()
+        state, reason, following = progress.told()
         first, last = node.history.first_step(), node.history.last_step()
         last = last or {}
         exchange = node.exchange.counters() if node.exchange else {}
         return {
-            "state": progress.state,
-            "reason": progress.reason,
-            "next": progress.next,
+            "state": state,
+            "reason": reason,
+            "next": following,
             "step": node.loop.parts.trainer.step if node.loop else last.get("step", 0),
             "reward": last.get("reward"),
             "reward_start": (first or {}).get("reward"),

@@ -17,7 +17,7 @@ async def watch(progress: Progress, dump: Path, *, every: float = 5.0) -> None:
         await asyncio.sleep(every)
         age = progress.clock() - progress.since
         if age > 0.9 * progress.deadline and warned != (progress.stage, progress.since):
-            if progress.state not in {"TRAINING", "RESUMING", "STARTING"}:
+            if progress.stage == "paused" or progress.state not in {"TRAINING", "RESUMING", "STARTING"}:
                 continue
             warned = (progress.stage, progress.since)
             with dump.open("a") as file:

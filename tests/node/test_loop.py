@@ -1,0 +1,127 @@
+"""The loop's life around a step: recovering from the journal, pausing, and trouble that costs one step only."""
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from node.checkpoint import CheckpointError, CheckpointStore
+from node.config import Config
+from node.device import Device
+from node.history import History
+from node.interfaces import Batch, StepSkipped, UpdateStats
+from node.journal import JournalRecord
+from node.loop import Loop
+from node.progress import Progress
+from swarm.sampler import Sampler
+
+STATS = UpdateStats(0.0, 0.0, 0.0, 1, 1, 0.0, 0.0, 0.0, 1.0, 0.0, None, 1, 0)
+STATE = {"epoch": 3, "taken": 8, "sampler": Sampler(0).state()}
+
+
+class FakeTrainer:
+    """Does a step unless its number is one to be skipped; remembers what it was given."""
+
+    def __init__(self, skip: Sequence[int] = ()) -> None:
+        self.step, self.skip, self.given = 0, skip, list[int]()
+
+    def update(self, batch: Batch, should_stop: Callable[[], bool]) -> UpdateStats:
+        self.given.append(batch.step)
+        if batch.step in self.skip:
+            raise StepSkipped("no memory")
+        self.step += 1
+        return STATS
+
+
+class FakeEngine:
+    async def update_weights(self, version: int) -> None: ...
+
+
+@pytest.fixture
+def make_loop(tmp_path: Path) -> Iterator[Callable[..., Loop]]:
+    device, history = Device(), History(tmp_path / "node.db", time.time)
+
+    def make(trainer: FakeTrainer, journalled: Sequence[int] = ()) -> Loop:
+        checkpoints = CheckpointStore(tmp_path / "checkpoints", 2)
+        checkpoints.latest()
+        for step in journalled:
+            checkpoints.append(JournalRecord(step, Batch(step, ()), STATE, {"foreign_groups": 0}))
+        parts: Any = SimpleNamespace(
+            config=Config(),
+            device=device,
+            engine=FakeEngine(),
+            trainer=trainer,
+            sampler=Sampler(0),
+            checkpoints=CheckpointStore(tmp_path / "checkpoints", 2),
+            history=history,
+            progress=Progress(time.time, 60.0),
+            clock=time.time,
+        )
+        return Loop(parts)
+
+    yield make
+    device.close()
+    history.close()
+
+
+async def test_recovery_repeats_the_steps_that_were_done_and_not_those_tried_again(
+    make_loop: Callable[..., Loop],
+) -> None:
+    trainer = FakeTrainer()
+    loop = make_loop(trainer, [1, 2, 2, 2, 3])
+    await loop.recover()
+    assert trainer.given == [1, 2, 3]
+    assert loop.saved == trainer.step == 3
+    assert (loop.position.epoch, loop.position.taken) == (3, 8)
+    assert [step["step"] for step in loop.parts.history.steps(0, 10)] == [1, 2, 3]
+
+
+async def test_a_last_step_that_is_skipped_is_not_counted_as_saved(make_loop: Callable[..., Loop]) -> None:
+    loop = make_loop(FakeTrainer(skip=[3]), [1, 2, 3])
+    await loop.recover()
+    assert loop.saved == loop.parts.trainer.step == 2
+
+
+async def test_a_step_that_can_no_longer_be_repeated_is_not_passed_over(make_loop: Callable[..., Loop]) -> None:
+    loop = make_loop(FakeTrainer(skip=[2]), [1, 2, 3])
+    with pytest.raises(CheckpointError, match="journalled step 2 cannot be repeated: no memory"):
+        await loop.recover()
+    assert loop.saved == 3  # it is all on disk still
+
+
+async def test_a_stop_amid_replay_knows_what_is_saved(make_loop: Callable[..., Loop]) -> None:
+    class Slow(FakeTrainer):
+        def update(self, batch: Batch, should_stop: Callable[[], bool]) -> UpdateStats:
+            time.sleep(0.05)
+            return super().update(batch, should_stop)
+
+    loop = make_loop(Slow(), range(1, 9))
+    recovering = asyncio.create_task(loop.recover())
+    await asyncio.sleep(0.12)
+    recovering.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await recovering
+    assert loop.parts.trainer.step < 8 == loop.saved
+
+
+async def test_a_pause_covers_what_it_holds_up_until_it_is_over(make_loop: Callable[..., Loop]) -> None:
+    loop = make_loop(FakeTrainer())
+    progress = loop.parts.progress
+    loop.parts.history.record_evaluation(0, {"a": 0.5})
+    progress.paused = "playing"
+    loop.unpaused.clear()
+    progress.say("RESUMING", "replaying")  # said after the pause, as while starting
+    assert progress.told() == ("PAUSED", "playing (after the step in progress)", "run shoal resume to go on")
+    running = asyncio.create_task(loop.run(1))
+    await asyncio.sleep(0.05)
+    assert progress.told() == ("PAUSED", "playing", "run shoal resume to go on")
+    running.cancel()
+    progress.paused = None
+    assert progress.told()[0] == "RESUMING"
+    progress.say("IDLE", "done")
+    progress.paused = "playing"
+    assert progress.told()[0] == "IDLE"
