@@ -25,7 +25,7 @@ from node.journal import JournalRecord
 from node.models import ModelBundle
 from node.progress import Progress
 from node.rollouts import Rollout, from_group, sample, sampling_seed, to_group, train_group
-from node.scorer import Scorer
+from node.scorer import Scorer, ScorerError
 from protocol.manifest import Manifest
 from protocol.rules import Rejected
 from swarm.exchange import Exchange
@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 
 JOURNAL_RETRY_SECONDS = 10.0
 SKIPS_BEFORE_ALARM = 5
-SKIP_ADVICE = "see shoal steps and shoal groups: are all rewards equal? choose easier environments"
+SKIP_ADVICE = "see shoal logs and shoal groups: are all rewards equal? choose easier environments"
 
 
 @dataclass(slots=True)
@@ -156,7 +156,10 @@ class Loop:
         async with p.progress.during("rollout"):
             refs = self.position.take(p.manifest, p.peer_id, count, p.clock())
             seeds = [sampling_seed(p.config.node.seed, step, i) for i in range(count)]
-            return await sample(p.engine, p.bundle, p.scorer, p.config, refs, seeds, p.config.rollout.group_size)
+            try:
+                return await sample(p.engine, p.bundle, p.scorer, p.config, refs, seeds, p.config.rollout.group_size)
+            except ScorerError as error:  # a machine out of breath, or of processes: the next step may go well
+                raise StepSkipped(f"the scorer failed: {error}") from error
 
     def _share(self, own: Sequence[Rollout]) -> None:
         """Hand own groups to the exchange, which never waits for the network."""
@@ -189,14 +192,18 @@ class Loop:
             )
             rollouts = []
             for entry in chosen:
+                use_behaviour = swarm.foreign_ratio == "behaviour"
                 try:
                     group = p.store.group_body(entry.digest)
-                except UnknownGroup as gone:  # evicted since it was chosen, for want of space
-                    p.history.event("warning", "mix", str(gone))
-                    continue
-                use_behaviour = swarm.foreign_ratio == "behaviour"
-                rollouts.append(await from_group(group, entry.rewards, p.bundle, p.scorer, use_behaviour=use_behaviour))
-            p.store.mark_used([entry.digest for entry in chosen])
+                    rollout = await from_group(group, entry.rewards, p.bundle, p.scorer, use_behaviour=use_behaviour)
+                except (UnknownGroup, ScorerError) as problem:  # evicted since it was chosen, or no task to be had
+                    p.history.event("warning", "mix", f"foreign group left out: {problem}")
+                else:
+                    rollouts.append(rollout)
+            try:
+                p.store.mark_used([entry.digest for entry in chosen])
+            except StoreError as error:  # a full disk: the sampler counts the uses too
+                log.error("uses of foreign groups are not counted: %s", error)
             return rollouts
 
     async def _journal(self, record: JournalRecord) -> None:
@@ -250,10 +257,14 @@ class Loop:
     async def _evaluate(self) -> None:
         p = self.parts
         async with p.progress.during("evaluate"):
-            scores = await held_out(p.engine, p.bundle, p.scorer, p.config, p.manifest)
-            mean = sum(scores.values()) / len(scores)
-            best = p.history.best_held_out()
-            p.history.record_evaluation(p.trainer.step, scores)
+            try:
+                scores = await held_out(p.engine, p.bundle, p.scorer, p.config, p.manifest)
+                mean = sum(scores.values()) / len(scores)
+                best = p.history.best_held_out()
+                p.history.record_evaluation(p.trainer.step, scores)
+            except (ScorerError, StoreError) as error:
+                p.history.event("error", "evaluate", f"step {p.trainer.step} has no held-out score: {error}")
+                return
             if p.trainer.step and (best is None or mean > best):
                 try:
                     await p.device.run(

@@ -17,6 +17,9 @@ from node.interfaces import Batch, StepSkipped, UpdateStats
 from node.journal import JournalRecord
 from node.loop import Loop
 from node.progress import Progress
+from node.scorer import ScorerError
+from protocol.manifest import embedded_manifest
+from swarm.experience import StoreFull
 from swarm.sampler import Sampler
 
 STATS = UpdateStats(0.0, 0.0, 0.0, 1, 1, 0.0, 0.0, 0.0, 1.0, 0.0, None, 1, 0)
@@ -52,6 +55,10 @@ def make_loop(tmp_path: Path) -> Iterator[Callable[..., Loop]]:
             checkpoints.append(JournalRecord(step, Batch(step, ()), STATE, {"foreign_groups": 0}))
         parts: Any = SimpleNamespace(
             config=Config(),
+            manifest=embedded_manifest("one", time.time() - 60),
+            peer_id="12D3",
+            bundle=None,
+            scorer=None,
             device=device,
             engine=FakeEngine(),
             trainer=trainer,
@@ -125,3 +132,30 @@ async def test_a_pause_covers_what_it_holds_up_until_it_is_over(make_loop: Calla
     progress.say("IDLE", "done")
     progress.paused = "playing"
     assert progress.told()[0] == "IDLE"
+
+
+@pytest.mark.parametrize("trouble", [ScorerError("out of breath"), StoreFull("no room")])
+async def test_a_failed_evaluation_costs_a_score_and_not_the_node(
+    make_loop: Callable[..., Loop], monkeypatch: pytest.MonkeyPatch, trouble: Exception
+) -> None:
+    async def fail(*arguments: object) -> None:
+        raise trouble
+
+    monkeypatch.setattr("node.loop.held_out", fail)
+    loop = make_loop(FakeTrainer())
+    await loop.run(0)
+    assert loop.parts.history.held_out_start() is None
+    assert loop.parts.history.events(None, 1)[0]["message"] == f"step 0 has no held-out score: {trouble}"
+
+
+async def test_a_scorer_that_fails_skips_the_step(
+    make_loop: Callable[..., Loop], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop = make_loop(FakeTrainer())
+
+    async def fail(*arguments: object) -> None:
+        raise ScorerError("out of breath")
+
+    monkeypatch.setattr("node.loop.sample", fail)
+    with pytest.raises(StepSkipped, match="the scorer failed: out of breath"):
+        await loop._roll_out(1, 4)
