@@ -41,6 +41,8 @@ MAX_REJECTED_BODY = 64 * 1024
 """A rejected group's body is kept for people to look at, unless it is longer than this."""
 MAX_ANNOUNCEMENTS = 8192
 MAX_PEERS = 10_000
+PROVEN = 0.5
+"""Sum of admitted groups from which a peer is remembered before strangers and banned ones."""
 MAX_BODY_BYTES = 64 * 2**20
 """The largest group that any manifest can allow."""
 
@@ -264,7 +266,12 @@ class ExperienceStore:
         )
 
     def announcements(
-        self, now: float, limit: int, *, without: Collection[bytes] = (), banned: Collection[str] = ()
+        self,
+        now: float,
+        limit: int,
+        *,
+        without: Collection[bytes] = (),
+        banned: Callable[[str], bool] = lambda producer: False,
     ) -> list[tuple[bytes, bytes]]:
         """Unexpired (group digest, sealed announcement), newest first; not of groups in `without`, nor of `banned`."""
         found: list[tuple[bytes, bytes]] = []
@@ -273,7 +280,7 @@ class ExperienceStore:
         ):
             if len(found) == limit:
                 break
-            if digest not in without and producer not in banned:
+            if digest not in without and not banned(producer):
                 found.append((digest, sealed))
         return found
 
@@ -332,7 +339,9 @@ class ExperienceStore:
                 "DELETE FROM announcements WHERE row <= (SELECT MAX(row) FROM announcements) - ?", MAX_ANNOUNCEMENTS
             )
             self._db.execute(
-                "DELETE FROM peers WHERE peer NOT IN (SELECT peer FROM peers ORDER BY last_seen DESC LIMIT ?)",
+                "DELETE FROM peers WHERE peer NOT IN (SELECT peer FROM peers"
+                " ORDER BY accepted >= ? DESC, banned DESC, last_seen DESC LIMIT ?)",
+                PROVEN,
                 MAX_PEERS,
             )
             self._db.execute("DELETE FROM verdicts WHERE peer NOT IN (SELECT peer FROM peers)")

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from protocol.rules import Reason
-from swarm.experience import ADMITTED, MAX_PEERS, ExperienceStore, PeerRecord
+from swarm.experience import ADMITTED, MAX_PEERS, PROVEN, ExperienceStore, PeerRecord
 
 HALF_LIFE = 86400.0
 """Seconds after which what a peer did counts half."""
@@ -106,5 +106,16 @@ class Reputation:
         record = replace(record, last_seen=record.updated_at)
         self._store.save_peer(record, verdict)
         if record.peer not in self._records and len(self._records) >= MAX_PEERS:
-            del self._records[next(iter(self._records))]
+            del self._records[self._least_missed()]
         self._records[record.peer] = record
+
+    def _least_missed(self) -> str:
+        """Whom to forget, as `ExperienceStore.tidy` does: the oldest that neither earned anything nor is banned.
+
+        Identities are free, so a flood of them must push out neither what others earned nor bans.
+        """
+        for proven, banned in ((False, False), (False, True)):
+            for peer, record in self._records.items():
+                if (record.accepted >= PROVEN, record.banned) == (proven, banned):
+                    return peer
+        return next(iter(self._records))

@@ -1,9 +1,10 @@
 """Answers what peers ask on streams: bodies of groups, live announcements, the manifest.
 
-A request that does not decode raises, which closes its stream; nothing else comes of it.
+A request that does not decode, or is about another swarm, is counted against its sender, and closes its stream.
 """
 
 from collections.abc import Callable
+from typing import TypeVar
 
 import msgspec
 
@@ -27,6 +28,8 @@ from swarm.experience import ExperienceStore
 from swarm.healing import MAX_LIVE
 from swarm.transport import Transport
 
+Request = TypeVar("Request", GroupRequest, BatchRequest, LiveRequest)
+
 
 class Serving:
     """The handlers of one node."""
@@ -43,7 +46,7 @@ class Serving:
         serve_manifest(transport, self._manifest)
 
     async def group(self, peer: str, data: bytes) -> bytes:
-        request = msgspec.msgpack.decode(data, type=GroupRequest)
+        request = self._decoded(peer, data, GroupRequest)
         answer = (self._store.body(request.group) or b"")[request.offset :]
         counters = self._accounts.counters
         counters.served += bool(answer)
@@ -51,7 +54,7 @@ class Serving:
         return answer
 
     async def batch(self, peer: str, data: bytes) -> bytes:
-        request = msgspec.msgpack.decode(data, type=BatchRequest)
+        request = self._decoded(peer, data, BatchRequest)
         answer = bytearray()
         for digest in request.groups:
             body = self._store.body(digest)
@@ -63,12 +66,22 @@ class Serving:
         return bytes(answer)
 
     async def live(self, peer: str, data: bytes) -> bytes:
-        request = msgspec.msgpack.decode(data, type=LiveRequest)
+        request = self._decoded(peer, data, LiveRequest)
         if request.swarm != self._manifest.digest:
-            raise Rejected(Reason.wrong_swarm, f"asked about swarm {request.swarm.hex()[:12]}")
-        banned = set(self._accounts.reputation.banned())
+            raise self._offence(peer, Rejected(Reason.wrong_swarm, f"asked about swarm {request.swarm.hex()[:12]}"))
+        banned = self._accounts.reputation.is_banned
         live = self._store.announcements(self._clock(), MAX_LIVE, without=set(request.have), banned=banned)
         return msgspec.msgpack.encode(LiveResponse(tuple(sealed for _, sealed in live)))
+
+    def _decoded(self, peer: str, data: bytes, kind: type[Request]) -> Request:
+        try:
+            return msgspec.msgpack.decode(data, type=kind)
+        except (msgspec.DecodeError, RecursionError) as error:
+            raise self._offence(peer, Rejected(Reason.malformed, f"{kind.__name__}: {error}")) from error
+
+    def _offence(self, peer: str, rejected: Rejected) -> Rejected:
+        self._accounts.offence(peer, rejected)
+        return rejected
 
 
 def serve_manifest(transport: Transport, manifest: Manifest) -> None:

@@ -20,6 +20,7 @@ from protocol.messages import (
     MANIFEST_PROTOCOL,
     BatchRequest,
     GroupRequest,
+    LiveRequest,
     announce_topic,
 )
 from protocol.rollout import Completion, RolloutGroup, TaskRef, Turn
@@ -34,7 +35,7 @@ from swarm.exchange import (
 )
 from swarm.experience import ExperienceStore, StoreFull
 from swarm.memory import MemoryHub, MemoryTransport
-from swarm.transport import RequestFailed
+from swarm.transport import RequestFailed, TransportError
 
 MANIFEST = make_manifest(
     "test",
@@ -646,13 +647,32 @@ async def test_broken_requests_and_answers_end_nothing(world: World) -> None:
     await join(bad, b)
     for protocol in (GROUPS_PROTOCOL, BATCH_PROTOCOL, LIVE_PROTOCOL, MANIFEST_PROTOCOL):
         for request in (b"", b"garbage", b"\xc1" * 1000, msgspec.msgpack.encode([b"x" * 32, [b"y" * 32] * 1025])):
-            with pytest.raises(RequestFailed):
+            with pytest.raises(TransportError):  # reset, and once it is banned, not even reached
                 await bad.request(b.identity.peer_id, protocol, request, max_bytes=1000, timeout=1)
     await until(lambda: b.exchange.reputation.is_banned(bad.peer_id))
     assert set(b.count("rejected")) == {"malformed"}
     await join(a, b)
     digest = a.exchange.publish(make_group(a.identity, 0))
     await until(lambda: digest in b.pool())
+
+
+async def test_broken_requests_are_counted_and_their_sender_is_banned(world: World) -> None:
+    b = await world.node("b", heal_seconds=100)
+    bad = await world.peer("bad")
+    await join(bad, b)
+    other_swarm = msgspec.msgpack.encode(LiveRequest(b"s" * 32, ()))
+    for protocol, request in (
+        (LIVE_PROTOCOL, other_swarm),
+        (GROUPS_PROTOCOL, b"garbage"),
+        (BATCH_PROTOCOL, b""),
+        (LIVE_PROTOCOL, b"\x91" * 5000),
+        (GROUPS_PROTOCOL, msgspec.msgpack.encode([b"x" * 32, -1])),
+    ):
+        with pytest.raises(RequestFailed):
+            await bad.request(b.identity.peer_id, protocol, request, max_bytes=1000, timeout=1)
+    assert b.count("rejected") == {"wrong_swarm": 1, "malformed": 4}
+    assert b.exchange.reputation.is_banned(bad.peer_id)
+    assert bad.peer_id not in b.transport.peers()
 
 
 async def test_what_was_refused_is_not_counted_at_every_healing(world: World) -> None:

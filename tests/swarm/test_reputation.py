@@ -116,3 +116,28 @@ def test_memory_is_bounded(store: ExperienceStore, clock: Clock, monkeypatch: py
     for n in range(10):
         reputation.record(f"sybil{n}", "announced")
     assert len(reputation._records) == 3
+
+
+def test_a_flood_of_identities_pushes_out_neither_the_proven_nor_the_banned(
+    store: ExperienceStore, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("swarm.reputation.MAX_PEERS", 5)
+    monkeypatch.setattr("swarm.experience.MAX_PEERS", 5)
+    reputation = Reputation(store, clock)
+    for _ in range(10):
+        reputation.record("good", "admitted")
+        reputation.record("bad", Reason.malformed)
+    for n in range(50):
+        clock.now += 1
+        reputation.record(f"sybil{n}", "announced")
+    store.tidy()
+    for kept in (reputation, Reputation(store, clock)):
+        assert kept.is_banned("bad")
+        assert kept.weight("good") == pytest.approx(11 / 14, rel=1e-3)
+        assert len(kept._records) == 5
+    for n in range(50):
+        for _ in range(4):
+            reputation.record(f"banned sybil{n}", Reason.malformed)
+    store.tidy()
+    for kept in (reputation, Reputation(store, clock)):
+        assert kept.weight("good") == pytest.approx(11 / 14, rel=1e-2), "bans crowd out bans only"
