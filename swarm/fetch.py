@@ -16,7 +16,7 @@ from protocol.messages import (
     GroupRequest,
     ManifestRequest,
 )
-from swarm.transport import Transport, TransportError
+from swarm.transport import AnswerTooLarge, Transport, TransportError
 
 MAX_REQUESTS = 6
 """Requests for one group before it is given up for now."""
@@ -108,6 +108,8 @@ class Fetcher:
                 timeout=self._timeout,
                 sink=sink,
             )
+        except AnswerTooLarge:
+            pass  # what was announced may be wrong: `fetch` finds out which
         except TransportError:
             self._shun(peer)
         bodies, offset = {}, 0
@@ -128,7 +130,8 @@ class Fetcher:
             )
         except TransportError as error:
             problem = str(error) or type(error).__name__
-            self._shun(peer)
+            if not isinstance(error, AnswerTooLarge):  # a lie about a group's size must not discredit its holders
+                self._shun(peer)
         if len(sink) > offset:
             senders.add(peer)
         elif not problem:

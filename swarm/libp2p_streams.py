@@ -15,7 +15,7 @@ from libp2p.custom_types import TProtocol
 from libp2p.peer.id import ID
 
 from swarm.framing import CHUNK_BYTES, FrameClosed, FrameTooLarge, read_frame, write_frame
-from swarm.transport import MAX_STREAMS_PER_PEER, RequestFailed
+from swarm.transport import MAX_STREAMS_PER_PEER, AnswerTooLarge, RequestFailed
 
 MAX_SERVED_STREAMS = 256
 REQUEST_READ_SECONDS = 10.0
@@ -183,4 +183,5 @@ class Streams:
 
 
 def _failed(peer: str, protocol: str, error: Exception) -> RequestFailed:
-    return RequestFailed(f"{protocol} to {peer}: {str(error) or type(error).__name__}")
+    kind = AnswerTooLarge if isinstance(error, FrameTooLarge) else RequestFailed
+    return kind(f"{protocol} to {peer}: {str(error) or type(error).__name__}")

@@ -16,6 +16,7 @@ from swarm.events import EventQueue
 from swarm.transport import (
     EVENT_LIMIT,
     MAX_STREAMS_PER_PEER,
+    AnswerTooLarge,
     Event,
     Handler,
     Message,
@@ -215,7 +216,9 @@ class MemoryTransport:
                 self._bytes_out += len(data)
                 answer = await there.answer(self._peer_id, protocol, data)
                 if len(answer) > max_bytes:
-                    raise RequestFailed(f"{peer} answers {protocol} with {len(answer)} bytes, over the cap {max_bytes}")
+                    raise AnswerTooLarge(
+                        f"{peer} answers {protocol} with {len(answer)} bytes, over the cap {max_bytes}"
+                    )
                 await self._receive(there, answer, arrived)
         except TimeoutError:
             raise RequestFailed(f"{peer} did not answer {protocol} within {timeout:g} s") from None

@@ -3,7 +3,7 @@
 import asyncio
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from protocol.manifest import Manifest
 from protocol.messages import MAX_BATCH_BYTES
@@ -52,6 +52,8 @@ class Puller:
         self._fetcher = Fetcher(transport, clock, request_timeout=request_timeout, on_mismatch=self._mismatch)
         self.wanted = Wanted(MAX_WANTED, seed)
         self._pulling: dict[bytes, str] = {}
+        self._doubtful: set[bytes] = set()
+        """Of those, what is asked of a peer that failed lately."""
         self._unused: dict[str, int] = {}
         self._unused_at = -math.inf
         self._wake = asyncio.Event()
@@ -96,7 +98,8 @@ class Puller:
     def _next(self) -> list[Candidate]:
         """What to pull now from one holder: nothing while enough unused groups are here or under way, or none suits.
 
-        A producer has its share of the pool and no more (rule 12), so that a flood leaves room for others.
+        A producer has its share of the pool and no more (rule 12), so that a flood leaves room for others. One puller
+        at a time waits for peers that failed lately, so that those that never answer leave pullers for others.
         """
         if not len(self.wanted):
             return []
@@ -113,12 +116,10 @@ class Puller:
         size = 0
 
         def allowed(candidate: Candidate) -> bool:
-            announcement = candidate.announcement
-            if batch and (
-                self._holders(candidate)[0] != self._holders(batch[0])[0]
-                or size + announcement.size > MAX_BATCH_BYTES
-                or self._fetcher.shunned(self._holders(candidate)[0])
-            ):
+            announcement, holder = candidate.announcement, self._holders(candidate)[0]
+            if batch and (holder != self._holders(batch[0])[0] or size + announcement.size > MAX_BATCH_BYTES):
+                return False
+            if self._fetcher.shunned(holder) and (batch or self._doubtful):
                 return False
             return (
                 held[candidate.producer] < quota
@@ -134,6 +135,8 @@ class Puller:
             size += candidate.announcement.size
             held[candidate.producer] += 1
             self._pulling[candidate.announcement.group] = candidate.producer
+            if self._fetcher.shunned(self._holders(candidate)[0]):
+                self._doubtful.add(candidate.announcement.group)
         return batch
 
     def _holders(self, candidate: Candidate) -> list[str]:
@@ -143,23 +146,34 @@ class Puller:
         return [candidate.forwarder, candidate.producer]
 
     async def _pull(self, batch: list[Candidate]) -> None:
-        """Fetch, judge and keep what `_next` gave. What a StoreError leaves undone is wanted again."""
+        """Fetch, judge and keep what `_next` gave. What a StoreError or a silent peer leaves undone is wanted again."""
         left = list(batch)
         try:
             bodies: dict[bytes, bytes] = {}
+            holder = self._holders(batch[0])[0]
             if len(batch) > 1:
                 wanted = [(candidate.announcement.group, candidate.announcement.size) for candidate in batch]
-                bodies = await self._fetcher.fetch_batch(self._holders(batch[0])[0], wanted)
+                bodies = await self._fetcher.fetch_batch(holder, wanted)
+                if self._fetcher.shunned(holder):  # or each that is missing would cost a deadline here
+                    left = [candidate for candidate in batch if candidate.announcement.group in bodies]
+                    self._put_back(candidate for candidate in batch if candidate.announcement.group not in bodies)
             while left:
                 digest = left[0].announcement.group
                 await self._pull_one(left[0], bodies.get(digest))
-                del self._pulling[digest]
+                self._done(digest)
                 del left[0]
         finally:
-            for candidate in left:
-                del self._pulling[candidate.announcement.group]
-                if not self._reputation.is_banned(candidate.producer):
-                    self.wanted.add(candidate, self._reputation.weight(candidate.producer), self._clock())
+            self._put_back(left)
+
+    def _put_back(self, candidates: Iterable[Candidate]) -> None:
+        for candidate in candidates:
+            self._done(candidate.announcement.group)
+            if not self._reputation.is_banned(candidate.producer):
+                self.wanted.add(candidate, self._reputation.weight(candidate.producer), self._clock())
+
+    def _done(self, digest: bytes) -> None:
+        del self._pulling[digest]
+        self._doubtful.discard(digest)
 
     async def _pull_one(self, candidate: Candidate, body: bytes | None) -> None:
         announcement, producer, counters = candidate.announcement, candidate.producer, self._accounts.counters

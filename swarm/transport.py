@@ -26,6 +26,10 @@ class RequestFailed(TransportError):
     """The stream was opened but the answer did not come whole: refused, reset, timed out or over its cap."""
 
 
+class AnswerTooLarge(RequestFailed):
+    """The answer is over its cap: the asker may have been told a wrong size, so the peer need not be at fault."""
+
+
 @dataclass(frozen=True, slots=True)
 class PeerConnected:
     peer: str

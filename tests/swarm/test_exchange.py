@@ -611,6 +611,27 @@ async def test_a_flood_from_one_producer_leaves_room_for_others(world: World) ->
     assert b.store.unused(time.time()) == {flood.identity.peer_id: 4, a.identity.peer_id: 4}
 
 
+async def test_peers_that_never_answer_leave_pullers_for_others(world: World) -> None:
+    b = await world.node("b", heal_seconds=100, request_timeout=1.0)
+
+    async def hang(peer: str, data: bytes) -> bytes:
+        await asyncio.sleep(60)
+        return b""
+
+    for name in ("sybil0", "sybil1", "sybil2", "sybil3"):
+        sybil = await world.peer(name)
+        for protocol in (GROUPS_PROTOCOL, BATCH_PROTOCOL, LIVE_PROTOCOL):
+            sybil.serve(protocol, hang, max_request=1 << 16)
+        await join(sybil, b)
+        for slot in range(20):
+            await sybil.publish(TOPIC, sealed(who(name), make_group(who(name), slot))[1])
+    await until(lambda: b.count("heard") == 80)
+    a = await world.node("a")
+    await join(a, b)
+    honest = {a.exchange.publish(make_group(a.identity, slot)) for slot in range(8)}
+    await until(lambda: honest <= b.pool(), seconds=4.0)  # about one deadline; it would be 16 of each puller
+
+
 async def test_a_banned_peer_is_refused_and_its_announcements_go_no_further(world: World) -> None:
     b, c = await world.node("b"), await world.node("c")
     await join(b, c)

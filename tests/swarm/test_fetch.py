@@ -183,3 +183,14 @@ async def test_of_a_broken_batch_the_whole_bodies_are_kept(peers: Peers) -> None
     assert set(bodies) == set(DIGESTS[:2])
     assert time.monotonic() - begin < 1.0
     assert fetcher.shunned("a")
+
+
+async def test_a_lie_about_a_size_does_not_discredit_the_holder(peers: Peers) -> None:
+    await peers.add("a", BODIES[0])
+    fetcher = await peers.fetcher("a")
+    for size in (999, 1001):
+        with pytest.raises(FetchFailed):
+            await fetcher.fetch(DIGESTS[0], size, ["a"])
+    assert not fetcher.shunned("a")
+    assert peers.mismatches == []
+    assert await fetcher.fetch(DIGESTS[0], 1000, ["a"]) == BODIES[0]
