@@ -40,6 +40,8 @@ ROW_BYTES = 512
 MAX_REJECTED_BODY = 64 * 1024
 """A rejected group's body is kept for people to look at, unless it is longer than this."""
 MAX_ANNOUNCEMENTS = 8192
+MAX_PRODUCER_ANNOUNCEMENTS = 1024
+"""Of one producer, the newest by expiry, so that its flood takes no room from others and all nodes keep the same."""
 MAX_PEERS = 10_000
 PROVEN = 0.5
 """Sum of admitted groups from which a peer is remembered before strangers and banned ones."""
@@ -62,6 +64,7 @@ CREATE TABLE announcements (
     row INTEGER PRIMARY KEY, digest BLOB NOT NULL, producer TEXT NOT NULL, sealed BLOB NOT NULL,
     expires_at REAL NOT NULL, UNIQUE (digest, producer));
 CREATE INDEX announcements_expiry ON announcements (expires_at);
+CREATE INDEX announcements_producer ON announcements (producer, expires_at);
 CREATE TABLE peers (
     peer TEXT PRIMARY KEY, accepted REAL NOT NULL, penalty REAL NOT NULL, updated_at REAL NOT NULL,
     banned INTEGER NOT NULL, model TEXT NOT NULL, first_seen REAL NOT NULL, last_seen REAL NOT NULL) WITHOUT ROWID;
@@ -254,16 +257,28 @@ class ExperienceStore:
     # -- announcements ---------------------------------------------------------------------------------------
 
     def add_announcement(self, digest: bytes, producer: str, sealed: bytes, expires_at: float) -> bool:
-        """Remember a verified announcement of group `digest`. False when it is known already."""
-        return bool(
-            self._db.execute(
+        """Remember a verified announcement of group `digest`. False when known, or when its producer has many newer."""
+        with self.transaction():
+            oldest = self._db.one(
+                "SELECT expires_at FROM announcements WHERE producer = ? ORDER BY expires_at DESC LIMIT 1 OFFSET ?",
+                producer,
+                MAX_PRODUCER_ANNOUNCEMENTS - 1,
+            )
+            if oldest is not None and expires_at <= oldest[0]:
+                return False
+            added = self._db.execute(
                 "INSERT OR IGNORE INTO announcements (digest, producer, sealed, expires_at) VALUES (?,?,?,?)",
                 digest,
                 producer,
                 sealed,
                 expires_at,
             )
-        )
+            if added and oldest is not None:
+                self._db.execute("DELETE FROM announcements WHERE producer = ? AND expires_at <= ?", producer, *oldest)
+            self._db.execute(
+                "DELETE FROM announcements WHERE row <= (SELECT MAX(row) FROM announcements) - ?", MAX_ANNOUNCEMENTS
+            )
+        return bool(added)
 
     def announcements(
         self,
@@ -335,9 +350,6 @@ class ExperienceStore:
         with self.transaction():
             self._db.execute("DELETE FROM groups WHERE expires_at < ?", now - self._keep_seconds)
             self._db.execute("DELETE FROM announcements WHERE expires_at < ?", now)
-            self._db.execute(
-                "DELETE FROM announcements WHERE row <= (SELECT MAX(row) FROM announcements) - ?", MAX_ANNOUNCEMENTS
-            )
             self._db.execute(
                 "DELETE FROM peers WHERE peer NOT IN (SELECT peer FROM peers"
                 " ORDER BY accepted >= ? DESC, banned DESC, last_seen DESC LIMIT ?)",

@@ -44,6 +44,8 @@ PING_INTERVAL, PING_TIMEOUT = 15.0, 20.0
 DHT_REFRESH_SECONDS, DHT_LOOKUP_SECONDS = 60.0, 20.0
 ADDRESS_SECONDS = 24 * 3600
 CLOSE_SECONDS = 1.0
+MAX_BANNED = 16_384
+"""Bans held here; the exchange bans again whom it knows of when it connects."""
 
 STREAM_ERRORS = (
     BaseLibp2pError,
@@ -83,7 +85,7 @@ class Libp2pHost:
         self._publish_send, self._publish_receive = trio.open_memory_channel[tuple[str, bytes]](PUBLISH_QUEUE)
         self._nursery: trio.Nursery | None = None
         self._book = AddressBook()
-        self._banned: set[str] = set()
+        self._banned: dict[str, None] = {}
         self.streams = Streams(
             self._host,
             Runtime(trio.current_time, trio.fail_after, self._finish, STREAM_ERRORS),
@@ -225,8 +227,12 @@ class Libp2pHost:
                 nursery.start_soon(self._contained, self.disconnect, peer)
 
     def ban(self, peer: str) -> None:
-        self._banned.add(peer)
         peer_id = ID.from_base58(peer)
+        if peer not in self._banned and len(self._banned) >= MAX_BANNED:
+            oldest = next(iter(self._banned))
+            del self._banned[oldest]
+            self._pubsub.blacklisted_peers.discard(ID.from_base58(oldest))
+        self._banned[peer] = None
         # Not Pubsub.add_to_blacklist: its background clean-up races with that of the closing connection.
         self._pubsub.blacklisted_peers.add(peer_id)
         self._dht.drop(peer_id)

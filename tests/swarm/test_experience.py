@@ -218,6 +218,17 @@ def test_retention_by_age_and_number(tmp_path: Path, clock: Clock, monkeypatch: 
     store.close()
 
 
+def test_a_flood_of_one_producer_pushes_out_its_own_announcements(
+    store: ExperienceStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("swarm.experience.MAX_PRODUCER_ANNOUNCEMENTS", 3)
+    assert store.add_announcement(bytes([99]) * 32, "alice", b"honest", NOW + 50)
+    for n in (2, 5, 1, 4, 3):
+        store.add_announcement(bytes([n]) * 32, "mallory", b"sealed", NOW + n)
+    assert {digest[0] for digest in store.live_digests(NOW, 10)} == {3, 4, 5, 99}
+    assert not store.add_announcement(bytes([2]) * 32, "mallory", b"sealed", NOW + 2), "nor does it come back"
+
+
 def test_announcements_are_live_newest_first_and_filtered(store: ExperienceStore) -> None:
     for n, producer in enumerate(("alice", "bob", "alice", "carol")):
         assert store.add_announcement(bytes([n]) * 32, producer, b"sealed%d" % n, NOW + 10 * n)

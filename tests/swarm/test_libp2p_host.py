@@ -257,3 +257,13 @@ async def test_frames():
     pipe.held = bytearray(b"\x00\x00\x00\x09abc")
     with pytest.raises(FrameError, match="after 3 of 9 bytes"):
         await read_frame(pipe, 100, got.extend)
+
+
+async def test_the_bans_held_are_bounded(libp2p, wait_until, monkeypatch):
+    monkeypatch.setattr("swarm.libp2p_host.MAX_BANNED", 2)
+    (a,) = await libp2p.start(1)
+    strangers = [libp2p.identity(seed).peer_id for seed in range(10, 14)]
+    for stranger in [*strangers, strangers[-1]]:
+        a.ban(stranger)
+    await wait_until(lambda: list(a._host._banned) == strangers[-2:])
+    assert {str(peer) for peer in a._host._pubsub.blacklisted_peers} == set(strangers[-2:])
