@@ -58,6 +58,7 @@ def run(home: Home, settings: Settings, *, steps: int | None = None, stay: bool 
     with home.lock():
         daemon = Daemon(home, settings, clock=time.time)
         code = asyncio.run(daemon.main(steps, stay))
+        home.remove_daemon()  # last of all: `shoal down` takes it for the end of this process
     logging.shutdown()
     if any(thread is not threading.main_thread() and not thread.daemon for thread in threading.enumerate()):
         # a matrix product cannot be interrupted; what it would compute is in the journal already
@@ -125,6 +126,7 @@ class Daemon:
         self._goodbye()
         if pending:
             # asyncio would wait for them without end
+            self.home.remove_daemon()
             logging.shutdown()
             os._exit(code)
         return code
@@ -223,9 +225,9 @@ class Daemon:
 
     async def _make_parts(self, manifest: Manifest, scorer: Scorer) -> tuple[TransformersEngine, Parts]:
         config = self.config
-        bundle = self.bundle = await self.device.run(self._load, stage="load model")
+        bundle = self.bundle = await self.device.run(self._load)
         trainer = await self.device.run(
-            functools.partial(LocalTrainer, bundle, config.train, dumps=self.home.path / "dumps"), stage="load model"
+            functools.partial(LocalTrainer, bundle, config.train, dumps=self.home.path / "dumps")
         )
         engine = TransformersEngine(bundle, self.device)
         exchange = Exchange(
@@ -287,7 +289,6 @@ class Daemon:
         self.device.close()
         self.history.close()
         self.store.close()
-        self.home.remove_daemon()
 
     # -- what the web layer asks for -------------------------------------------------------------------------
 

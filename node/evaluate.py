@@ -66,7 +66,7 @@ async def _evaluate_directory(directory: Path, config: Config, manifest: Manifes
     )
     try:
         await scorer.start()
-        bundle = await device.run(load, stage="load model")
+        bundle = await device.run(load)
         scores = await held_out(TransformersEngine(bundle, device), bundle, scorer, config, manifest)
     finally:
         await scorer.close()

@@ -78,13 +78,14 @@ class Loop:
         """Continue where the last process stopped: newest good checkpoint, then the journalled updates after it."""
         p = self.parts
         async with p.progress.during("recover"):
-            recovery = await p.device.run(p.checkpoints.latest, stage="recover")
+            recovery = await p.device.run(p.checkpoints.latest)
             records = recovery.records
+            self._check_model(records[0].state if records else recovery.state or {})
             self.saved = records[-1].step if records else recovery.step
             for problem in recovery.problems:
                 p.history.event("warning", "checkpoint", problem)
             if recovery.directory is not None:
-                await p.device.run(p.trainer.load, recovery.directory, stage="load checkpoint")
+                await p.device.run(p.trainer.load, recovery.directory)
             if recovery.state:
                 self._restore(recovery.state)
         for at, record in enumerate(records):
@@ -212,7 +213,7 @@ class Loop:
         while True:
             try:
                 async with p.progress.during("journal"):
-                    return await p.device.run(p.checkpoints.append, record, stage="journal")
+                    return await p.device.run(p.checkpoints.append, record)
             except CheckpointError as error:
                 p.progress.say("WAITING", str(error), "free some disk")
                 p.history.event("error", "journal", str(error))
@@ -225,9 +226,7 @@ class Loop:
         self._restore(record.state)
         try:
             async with p.progress.during("update"):
-                stats: UpdateStats = await p.device.run(
-                    p.trainer.update, record.batch, self.stop.is_set, stage="update"
-                )
+                stats: UpdateStats = await p.device.run(p.trainer.update, record.batch, self.stop.is_set)
         except Interrupted:
             raise asyncio.CancelledError from None
         self.saved = max(self.saved or 0, p.trainer.step)
@@ -247,9 +246,7 @@ class Loop:
         p = self.parts
         async with p.progress.during("checkpoint"):
             try:
-                await p.device.run(
-                    p.checkpoints.save, p.trainer.step, p.trainer.save, self._state(), stage="checkpoint"
-                )
+                await p.device.run(p.checkpoints.save, p.trainer.step, p.trainer.save, self._state())
             except CheckpointError as error:
                 p.history.event("error", "checkpoint", str(error))
                 log.error("%s", error)
@@ -267,9 +264,7 @@ class Loop:
                 return
             if p.trainer.step and (best is None or mean > best):
                 try:
-                    await p.device.run(
-                        p.checkpoints.save_best, p.trainer.step, mean, p.trainer.export, stage="checkpoint"
-                    )
+                    await p.device.run(p.checkpoints.save_best, p.trainer.step, mean, p.trainer.export)
                 except CheckpointError as error:
                     p.history.event("error", "checkpoint", str(error))
 
@@ -281,8 +276,18 @@ class Loop:
         else:
             p.progress.say("TRAINING", "alone: no peer connected", "invite somebody: shoal swarm invite")
 
+    def _check_model(self, state: Mapping[str, Any]) -> None:
+        """Raises CheckpointError when what was saved is another model's: nothing of it fits this one."""
+        p = self.parts
+        if "model" in state and state["model"] != model_mark(p.bundle):
+            raise CheckpointError(
+                f"{p.checkpoints.directory} has the steps of another model than {p.bundle.name} ; "
+                "set model.path back to it, or give another --home"
+            )
+
     def _state(self) -> dict[str, Any]:
         return {
+            "model": model_mark(self.parts.bundle),
             "epoch": self.position.epoch,
             "taken": self.position.taken,
             "sampler": self.parts.sampler.state(),
@@ -314,3 +319,8 @@ class Loop:
             "tokens_per_second": tokens / rollout_seconds if rollout_seconds else 0.0,
             "prepare_seconds": seconds,
         }
+
+
+def model_mark(bundle: ModelBundle) -> str:
+    """Tells models apart by tokenizer and size, wherever their files lie."""
+    return f"{bundle.fingerprint.hex()[:16]}-{sum(weight.numel() for weight in bundle.model.parameters())}"

@@ -104,10 +104,6 @@ class Scorer:
                 "so join only swarms whose environments do not evaluate answers"
             )
 
-    async def task(self, ref: TaskRef) -> Task:
-        """Regenerate one task. Raises ScorerError."""
-        return (await self.tasks([ref]))[0]
-
     async def tasks(self, refs: Sequence[TaskRef], *, foreign: bool = False) -> list[Task]:
         """Regenerate tasks, in order. Raises ScorerError naming the first one that cannot be."""
         tasks = []

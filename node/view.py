@@ -141,7 +141,7 @@ class DaemonView:
     def metrics(self) -> Mapping[str, float]:
         status = self.status()
         last = self.node.history.last_step() or {}
-        stats = self.node.transport.stats()
+        stats, scorer = self.node.transport.stats(), self.node.scorer
         samples = {
             "shoal_step": status["step"],
             "shoal_peers": status["peers"],
@@ -160,6 +160,9 @@ class DaemonView:
             "shoal_groups_published_total": status["groups"].get("published"),
             "shoal_groups_fetched_total": status["groups"].get("fetched"),
             "shoal_groups_admitted_total": status["groups"].get("admitted"),
+            "shoal_scorer_failures_total": scorer.failures if scorer else None,
+            "shoal_scorer_restarts_total": scorer.restarts if scorer else None,
+            "shoal_scorer_turned_away_total": scorer.turned_away if scorer else None,
             **{
                 f'shoal_groups_rejected_total{{reason="{reason}"}}': count
                 for reason, count in status["groups"].get("rejected", {}).items()

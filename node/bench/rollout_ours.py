@@ -30,7 +30,7 @@ async def measure(spec: Mapping[str, Any]) -> dict[str, Any]:
         torch.set_num_threads(spec["threads"])
         return load_model(config.model.path, device="cpu", dtype=config.model.dtype, models=models_dir())
 
-    bundle = await device.run(load, stage="load model")
+    bundle = await device.run(load)
     scorer = bench_scorer(manifest, config)
     await scorer.start()
     _, prompt_ids = await prompts(bundle, scorer, own_refs(manifest, PROMPTS))

@@ -61,7 +61,7 @@ async def measure(spec: Mapping[str, Any], directory: Path) -> dict[str, Any]:
         bundle = load_model(model.path, device="cpu", dtype=model.dtype, models=models_dir())
         return bundle, LocalTrainer(bundle, config.train, dumps=directory / "dumps")
 
-    bundle, trainer = await device.run(load, stage="load model")
+    bundle, trainer = await device.run(load)
     scorer = bench_scorer(manifest, config, AlternatingScorer)
     assert isinstance(scorer, AlternatingScorer)
     await scorer.start()

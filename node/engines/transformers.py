@@ -46,7 +46,7 @@ class TransformersEngine:
             loop.call_soon_threadsafe(ready.put_nowait, group)
 
         work = (self.bundle, tuple(requests), self.version, emit, stop.is_set, self.limits)
-        job = asyncio.ensure_future(self.device.run(decode_groups, *work, stage="rollout"))
+        job = asyncio.ensure_future(self.device.run(decode_groups, *work))
         try:
             for _ in requests:
                 getter = asyncio.ensure_future(ready.get())
@@ -106,7 +106,7 @@ async def check_agreement(
         )
         for group in sampled
     ]
-    trained = await engine.device.run(trainer.logprobs, groups, stage="agreement check")
+    trained = await engine.device.run(trainer.logprobs, groups)
     difference = max(
         abs(ours - theirs)
         for group, rows in zip(groups, trained, strict=True)

@@ -16,7 +16,6 @@ from node.engines.decoding import Limits
 from node.engines.transformers import AgreementError, RequestTooLong, TransformersEngine, check_agreement
 from node.interfaces import PromptRequest, SampledGroup
 from node.models import ModelBundle, load_model
-from node.progress import StageTimeout
 from node.training.local import LocalTrainer
 
 
@@ -137,7 +136,7 @@ async def test_closing_the_iterator_stops_the_model(bundle: ModelBundle) -> None
     assert first.key == "a"
     started = time.monotonic()
     await iterator.aclose()  # type: ignore[attr-defined]
-    await device.run(lambda: None, stage="after")
+    await device.run(lambda: None)
     assert time.monotonic() - started < 1.0
 
 
@@ -180,7 +179,7 @@ async def test_bfloat16(tiny_model: Callable[[str], Path], tmp_path: Path) -> No
     assert await check_agreement(engine, trainer, [(5, 6, 7), tuple(range(30, 60))]) < 0.2
 
 
-async def test_the_device_runs_one_job_at_a_time_and_names_a_late_one() -> None:
+async def test_the_device_runs_one_job_at_a_time_and_the_next_waits_for_a_late_one() -> None:
     device = Device()
     running: list[str] = []
 
@@ -191,7 +190,9 @@ async def test_the_device_runs_one_job_at_a_time_and_names_a_late_one() -> None:
         running.pop()
         return name
 
-    assert await asyncio.gather(*(device.run(job, name, stage=name) for name in "abc")) == ["a", "b", "c"]
-    with pytest.raises(StageTimeout, match="stage 'slow' took longer than 0 s"):
-        await device.run(time.sleep, 0.3, stage="slow", deadline=0.05)
+    assert await asyncio.gather(*(device.run(job, name) for name in "abc")) == ["a", "b", "c"]
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.05):
+            await device.run(time.sleep, 0.3)
+    assert await device.run(job, "after the late one") == "after the late one"
     device.close()

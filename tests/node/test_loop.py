@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from node.checkpoint import CheckpointError, CheckpointStore
 from node.config import Config
@@ -15,7 +16,7 @@ from node.device import Device
 from node.history import History
 from node.interfaces import Batch, StepSkipped, UpdateStats
 from node.journal import JournalRecord
-from node.loop import Loop
+from node.loop import Loop, model_mark
 from node.progress import Progress
 from node.scorer import ScorerError
 from protocol.manifest import embedded_manifest
@@ -159,3 +160,20 @@ async def test_a_scorer_that_fails_skips_the_step(
     monkeypatch.setattr("node.loop.sample", fail)
     with pytest.raises(StepSkipped, match="the scorer failed: out of breath"):
         await loop._roll_out(1, 4)
+
+
+async def test_steps_of_another_model_are_not_repeated(make_loop: Callable[..., Loop]) -> None:
+    trainer = FakeTrainer()
+    loop = make_loop(trainer)
+    bundle: Any = SimpleNamespace(
+        fingerprint=b"\1" * 32, name="other", model=SimpleNamespace(parameters=lambda: [torch.zeros(3)])
+    )
+    loop.parts.bundle = bundle
+    state = {**STATE, "model": model_mark(bundle)}
+    loop.parts.checkpoints.latest()
+    loop.parts.checkpoints.append(JournalRecord(1, Batch(1, ()), state, {"foreign_groups": 0}))
+    await loop.recover()
+    bundle.fingerprint = b"\2" * 32
+    with pytest.raises(CheckpointError, match="has the steps of another model than other"):
+        await loop.recover()
+    assert trainer.given == [1]

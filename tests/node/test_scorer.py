@@ -211,7 +211,7 @@ async def test_a_cancelled_call_leaves_no_answers_behind(evaluating: Scorer) -> 
 
 async def test_errors_name_what_is_wrong(evaluating: Scorer) -> None:
     with pytest.raises(ScorerError, match=r"evaluating/1/13 cannot be regenerated: ValueError: no task 13"):
-        await evaluating.task(TaskRef("evaluating", "1", 1, 13))
+        await evaluating.tasks([TaskRef("evaluating", "1", 1, 13)])
     with pytest.raises(ScorerError, match="chain_sum 9 is not one of this swarm's"):
         await evaluating.score([(TaskRef("chain_sum", "9", 0, 0), "1")])
 
@@ -315,7 +315,7 @@ async def test_the_documented_environment_works(tmp_path: Path, monkeypatch: pyt
     scorer = Scorer([EnvironmentSpec("parity", "1", 1, {"bits": 4})], deadline=2, memory_mb=512, clock=time.monotonic)
     await scorer.start()
     ref = TaskRef("parity", "1", 5, 0)
-    task = await scorer.task(ref)
+    (task,) = await scorer.tasks([ref])
     ones = task.messages[-1].content.count("1")
     scores = await scorer.score([(ref, "Odd "), (ref, "even"), (ref, "two")])
     await scorer.close()
