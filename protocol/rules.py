@@ -61,6 +61,8 @@ def check_announcement(
     caps = manifest.caps
     if announcement.size > caps.max_group_bytes:
         raise Rejected(Reason.too_large, f"announces {announcement.size} bytes, at most {caps.max_group_bytes}")
+    if announcement.size == 0:
+        raise Rejected(Reason.malformed, "announces a group of 0 bytes")
     _check_completion_count(announcement.completions, manifest)
     if announcement.tokens > announcement.completions * caps.max_tokens_per_completion:
         raise Rejected(

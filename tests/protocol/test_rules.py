@@ -69,6 +69,7 @@ def test_shared_tasks_are_admitted_from_anybody(swarm: Any) -> None:
         ({"swarm": OTHER_SWARM}, Reason.wrong_swarm),
         ({"swarm": bytes(31)}, Reason.malformed),
         ({"size": 262_145}, Reason.too_large),
+        ({"size": 0}, Reason.malformed),
         ({"completions": 65}, Reason.too_large),
         ({"completions": 1}, Reason.malformed),
         ({"tokens": 8 * 4096 + 1}, Reason.too_large),
