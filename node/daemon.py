@@ -9,9 +9,10 @@ import functools
 import logging
 import os
 import signal
-import threading
+import sys
 import time
 from collections.abc import Callable
+from typing import NoReturn
 
 import psutil
 import torch
@@ -53,17 +54,23 @@ class Stopped(Exception):
     """A stop was asked for, or the step goal is reached."""
 
 
-def run(home: Home, settings: Settings, *, steps: int | None = None, stay: bool = False) -> int:
-    """Run a node until it is stopped or, without `stay`, has done `steps` updates. Returns the exit code."""
+def run(home: Home, settings: Settings, *, steps: int | None = None, stay: bool = False) -> NoReturn:
+    """Run a node until it is stopped or, without `stay`, has done `steps` updates; ends the process."""
     with home.lock():
         daemon = Daemon(home, settings, clock=time.time)
         code = asyncio.run(daemon.main(steps, stay))
-        home.remove_daemon()  # last of all: `shoal down` takes it for the end of this process
+    leave(home, code)
+
+
+def leave(home: Home, code: int) -> NoReturn:
+    """End the process at once: taking torch apart takes seconds, and a matrix product cannot be interrupted.
+
+    Everything is on disk: files are fsynced as they are written, and what the model thread computes is journalled.
+    """
+    home.remove_daemon()  # `shoal down` takes this for the end of the process
     logging.shutdown()
-    if any(thread is not threading.main_thread() and not thread.daemon for thread in threading.enumerate()):
-        # a matrix product cannot be interrupted; what it would compute is in the journal already
-        os._exit(code)
-    return code
+    sys.stdout.flush()
+    os._exit(code)
 
 
 class Daemon:
@@ -125,10 +132,7 @@ class Daemon:
         stop.cancel()
         self._goodbye()
         if pending:
-            # asyncio would wait for them without end
-            self.home.remove_daemon()
-            logging.shutdown()
-            os._exit(code)
+            leave(self.home, code)  # asyncio would wait for them without end
         return code
 
     async def _services(self, steps: int | None, stay: bool) -> None:

@@ -40,7 +40,7 @@ def init(session: Session, passphrase: bool) -> None:
 @click.option("--steps", type=click.IntRange(min=1), help="stop when the model has done this many steps")
 @click.option("--stay", is_flag=True, help="with --steps: keep serving peers afterwards")
 @with_session
-def up(session: Session, invite: str | None, open_browser: bool, steps: int | None, stay: bool) -> int:
+def up(session: Session, invite: str | None, open_browser: bool, steps: int | None, stay: bool) -> None:
     """Run the node here until Ctrl-C. A home that is empty is initialised first."""
     from node.home import NotInitialised
     from node.settings import load
@@ -63,7 +63,7 @@ def up(session: Session, invite: str | None, open_browser: bool, steps: int | No
 
     from node.daemon import run
 
-    return run(home, settings, steps=steps, stay=stay)
+    run(home, settings, steps=steps, stay=stay)
 
 
 def enter_swarm(home: "Home", link: str) -> None:
