@@ -47,17 +47,14 @@ def isolate(memory_mb: int, readable: Iterable[Path]) -> tuple[str, ...]:
     `readable`: directories and files that may still be read, besides the interpreter's own and the system's libraries.
     """
     held = ["rlimits"]
-    memory = memory_mb * 1024 * 1024
+    bound_memory(memory_mb)
     for limit, value in (
-        (resource.RLIMIT_AS, memory),
         (resource.RLIMIT_FSIZE, 0),
         (resource.RLIMIT_CORE, 0),
         (resource.RLIMIT_NOFILE, 64),
         (resource.RLIMIT_NPROC, 0),
     ):
-        _, hard = resource.getrlimit(limit)
-        allowed = value if hard == resource.RLIM_INFINITY else min(value, hard)
-        resource.setrlimit(limit, (allowed, allowed))
+        _limit(limit, value)
     if sys.platform != "linux":
         return tuple(held)
     libc = ctypes.CDLL(None, use_errno=True)
@@ -68,6 +65,17 @@ def isolate(memory_mb: int, readable: Iterable[Path]) -> tuple[str, ...]:
     if seccomp.confine():
         held.append("seccomp")
     return tuple(held)
+
+
+def bound_memory(memory_mb: int) -> None:
+    """Hold this process and its children to an address space of so much, for good."""
+    _limit(resource.RLIMIT_AS, memory_mb * 1024 * 1024)
+
+
+def _limit(limit: int, value: int) -> None:
+    _, hard = resource.getrlimit(limit)
+    allowed = value if hard == resource.RLIM_INFINITY else min(value, hard)
+    resource.setrlimit(limit, (allowed, allowed))
 
 
 def _landlock(libc: ctypes.CDLL, readable: Iterable[Path]) -> int:

@@ -20,7 +20,7 @@ import node
 import protocol
 from node.environments.known import EnvironmentUnknown, SettingsRefused, build
 from node.interfaces import Environment
-from node.isolation import die_with_parent, isolate
+from node.isolation import bound_memory, die_with_parent, isolate
 from node.scorer_wire import LENGTH, Chunk, Died, Done, Job, Ready, Refused, Setup, frame
 
 Environments = Mapping[tuple[str, str], Environment]
@@ -35,10 +35,17 @@ def main() -> None:
     if raw is None:
         return
     setup = msgspec.msgpack.decode(raw, type=Setup)
+    bound_memory(setup.memory_mb)  # settings come from a manifest, and may ask for more than there is
     try:
         environments = {(e.name, e.version): build(e.name, e.version, e.settings) for e in setup.environments}
     except (EnvironmentUnknown, SettingsRefused) as error:
         os.write(outgoing, frame(Refused(str(error))))
+        return
+    except MemoryError:
+        why = (
+            f"the environments need more than {setup.memory_mb} MB to start: their settings in the manifest are too big"
+        )
+        os.write(outgoing, frame(Refused(why)))
         return
     nowhere = os.open(os.devnull, os.O_RDWR)
     for descriptor in (0, 1, 2):

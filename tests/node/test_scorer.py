@@ -322,3 +322,14 @@ async def test_the_documented_environment_works(tmp_path: Path, monkeypatch: pyt
     assert task.max_tokens == 8
     assert [score.reward for score in scores] == ([1, 0, 0] if ones % 2 else [0, 1, 0])
     assert [score.parsed for score in scores] == [True, True, False]
+
+
+async def test_a_manifest_cannot_make_the_scorer_take_more_memory_than_allowed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    greedy = EVALUATING.replace("def __init__(self, settings): ...", "def __init__(self, settings): bytes(1 << 30)")
+    install(tmp_path / "site", "evaluating", greedy, "evaluating@1 = evaluating:Evaluating")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "site"))
+    scorer = Scorer([EnvironmentSpec("evaluating", "1", 1, {})], deadline=1, memory_mb=512, clock=time.monotonic)
+    with pytest.raises(ScorerError, match="need more than 512 MB"):
+        await scorer.start()
