@@ -62,7 +62,7 @@ def node() -> Iterator[None]:
 def test_a_node_trains_is_healthy_and_resumes_after_a_kill(node: None) -> None:
     status = until_step(1)
     assert status["model"] == "SmolLM2-135M-Instruct"
-    with urllib.request.urlopen("http://127.0.0.1:8420/readyz", timeout=10) as answer:
+    with urllib.request.urlopen("http://127.0.0.1:18420/readyz", timeout=10) as answer:
         assert json.load(answer)["ready"] is True
     (container,) = json.loads(f"[{compose('ps', '--format', 'json').strip().replace(os.linesep, ',')}]")
     details = json.loads(subprocess.check_output(["docker", "inspect", container["ID"]], timeout=30))[0]
