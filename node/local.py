@@ -61,25 +61,29 @@ class Member:
 
 
 def prepare(root: Path, nodes: int) -> list[Member]:
-    """Make (or find) the homes of a swarm of `nodes` under `root`, all in the swarm that node-1 founded."""
+    """Make (or find) the homes of a swarm of `nodes` under `root`, all in the swarm that node-1 founded.
+
+    Raises HomeLocked when one of them runs already.
+    """
     members: list[Member] = []
     with ExitStack() as held:
         for number in range(1, nodes + 1):
             home = Home(root / f"node-{number}")
             home.init()
+            held.enter_context(home.lock())  # of a swarm that runs already neither ports nor invite may change
             port = _free_port(home.listen_port(), held)
             home.keep_listen_port(port)
             members.append(Member(f"node-{number}", home, home.logs / "console.log", port, FIRST_PAGE + number - 1))
-    first = members[0]
-    try:
-        swarm = first.home.swarm()
-    except NoSwarm:
-        first.home.found(embedded_manifest("local", time.time()))
-        swarm = first.home.swarm()
-    way_in = f"/ip4/127.0.0.1/tcp/{first.port}/p2p/{first.home.identity().peer_id}"
-    invite = Invite(swarm.manifest_digest, (way_in,), swarm.psk, swarm.name)
-    for member in members[1:]:
-        member.home.join(invite)
+        first = members[0]
+        try:
+            swarm = first.home.swarm()
+        except NoSwarm:
+            first.home.found(embedded_manifest("local", time.time()))
+            swarm = first.home.swarm()
+        way_in = f"/ip4/127.0.0.1/tcp/{first.port}/p2p/{first.home.identity().peer_id}"
+        invite = Invite(swarm.manifest_digest, (way_in,), swarm.psk, swarm.name)
+        for member in members[1:]:
+            member.home.join(invite)
     return members
 
 
@@ -237,8 +241,7 @@ def _stop(members: Sequence[Member]) -> None:
         try:
             member.process.wait(max(0.1, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
-            member.process.kill()
-            member.process.wait(1.0)
+            member.process.kill()  # the kernel ends it when it can; the next node is not kept waiting for that
         member.note = f"stopped; step {member.step} is saved in {member.home.path}"
 
 
