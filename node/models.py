@@ -206,7 +206,10 @@ def embedded_directory(models: Path) -> Path:
         aside = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=models))
         try:
             _convert(_gguf_file(package), aside)
-            aside.chmod(0o755)  # mkdtemp makes it private; one conversion serves every user of a machine or an image
+            # made private by mkdtemp and safetensors; one conversion serves every user of a machine or an image
+            aside.chmod(0o755)
+            for file in aside.iterdir():
+                file.chmod(0o644)
             _sync(aside)
             try:
                 aside.rename(target)
