@@ -113,7 +113,8 @@ def supervise(
     `settings` are `section.key=value` for every node. Raises LocalSwarmFailed.
     """
     nodes = len(members)
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # asked to stop in either way: KeyboardInterrupt
+    # either way of asking is a KeyboardInterrupt, also where a shell started this in the background, SIGINT ignored
+    before = {number: signal.signal(number, signal.default_int_handler) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         for member in members:
             _start(member, nodes, steps, settings)
@@ -129,8 +130,8 @@ def supervise(
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_IGN)  # an impatient second Ctrl-C must not leave nodes behind
         _stop(members)
-        signal.signal(signal.SIGTERM, before)
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        for number, handler in before.items():
+            signal.signal(number, handler)
     show(members)
     return {"nodes": [_report(member) for member in members]}
 

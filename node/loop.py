@@ -110,7 +110,7 @@ class Loop:
         p = self.parts
         if p.history.held_out_start() is None:
             await self._evaluate()
-        if steps is not None and p.trainer.step >= steps:
+        if steps and p.trainer.step >= steps:
             p.history.event("warning", "steps", f"{p.trainer.step} steps are done already: --steps {steps} trains none")
         skips = 0
         while steps is None or p.trainer.step < steps:

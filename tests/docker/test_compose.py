@@ -73,7 +73,7 @@ def test_a_node_trains_is_healthy_and_resumes_after_a_kill(node: None) -> None:
 
     subprocess.run(["docker", "kill", container["ID"]], check=True, timeout=30, capture_output=True)
     compose("up", "-d")
-    resumed = until_step(status["step"])
+    resumed = until_step(status["step"] + 1)
     assert resumed["peer_id"] == status["peer_id"]
 
     started = time.monotonic()
