@@ -4,6 +4,7 @@ Values are frozen; token ids and log-probabilities are plain tuples, so that the
 the journal without torch. Tensors live behind these seams only.
 """
 
+import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -67,6 +68,12 @@ class PromptRequest:
     temperature: float
     seed: int
     """Seeds this request's own generator, so its draws do not depend on what else is in the batch."""
+    starts: "tuple[Sample, ...]" = ()
+    """At most `n` unfinished samples to go on with (divided and partial rollouts); the others begin at the prompt.
+
+    `max_new_tokens` counts from the end of the prompt, and the sample that comes back holds the start's tokens too,
+    each with the log-probability and version it was sampled with.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +86,9 @@ class Sample:
     """log-probability of each token under the behaviour policy at temperature 1 (what the trainer computes)."""
     finish: FinishReason
     version: int
-    """Policy version that sampled it."""
+    """Policy version that sampled its first token: the oldest one in it."""
+    spans: tuple[tuple[int, int], ...] = ()
+    """(version, tokens) in order, where more than one version sampled it; empty: all of it is `version`'s."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,8 +103,14 @@ class Engine(Protocol):
     name: str
     version: int
 
-    def generate(self, requests: Sequence[PromptRequest]) -> AsyncIterator[SampledGroup]:
-        """Yield groups as they finish, in any order. Closing the iterator aborts what is left."""
+    def generate(
+        self, requests: Sequence[PromptRequest], stop: asyncio.Event | None = None
+    ) -> AsyncIterator[SampledGroup]:
+        """Yield groups as they finish, in any order. Closing the iterator aborts and forgets what is left.
+
+        Once `stop` is set, what is left is yielded at once, its unfinished samples with finish 'aborted' and the
+        tokens they have, so that they can be the `starts` of a later request.
+        """
 
     async def update_weights(self, version: int) -> None:
         """From now on sample from this version of the policy."""
