@@ -8,9 +8,12 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import msgspec
+
+if TYPE_CHECKING:
+    from node.config import TrainConfig  # at run time pydantic would cost the scorer process its start
 
 FinishReason = Literal["stop", "length", "aborted"]
 
@@ -180,6 +183,9 @@ class Trainer(Protocol):
 
     step: int
     """Updates done; also the policy version."""
+
+    def configure(self, config: "TrainConfig") -> None:
+        """Use these settings from the next update on: a journalled step is repeated with those it was made with."""
 
     def update(self, batch: Batch, should_stop: Callable[[], bool] = ...) -> UpdateStats:
         """One optimizer step. Raises StepSkipped (non-finite loss, dumped), Interrupted between micro-batches."""

@@ -22,7 +22,7 @@ from node.batching import MicroBatch, micro_batches, pack
 from node.config import TrainConfig
 from node.interfaces import Batch, Interrupted, StepSkipped, TrainGroup, UpdateStats
 from node.logprobs import chosen_logprobs
-from node.models import ModelBundle
+from node.models import ModelBundle, load_model
 from node.training import files
 from node.training.objective import StepObjective
 from node.training.weights import Weights
@@ -31,6 +31,8 @@ log = logging.getLogger(__name__)
 
 SMALLEST_BUDGET = 64
 """Tokens of a micro-batch at which running out of memory is final."""
+DUMPS_KEPT = 8
+"""Batches of non-finite steps kept for inspection; the oldest make room."""
 
 
 @dataclass(slots=True)
@@ -61,6 +63,25 @@ class LocalTrainer:
             weight_decay=config.weight_decay,
             fused=True,  # one pass over each tensor, no temporaries
         )
+
+    def configure(self, config: TrainConfig) -> None:
+        """Use these settings from the next update on. Raises ModelError when they need a reference that is gone."""
+        if config == self.config:
+            return
+        if config.kl_coefficient == 0:
+            self.reference = None
+        elif self.reference is None:
+            self.reference = self._initial_model()
+        self.config, self.budget = config, config.tokens_per_micro_batch
+        for group in self.optimizer.param_groups:
+            group["betas"], group["weight_decay"] = config.betas, config.weight_decay
+
+    def _initial_model(self) -> Any:
+        """The model as it was loaded, from its files: the one in memory has been trained since."""
+        kind = str(self.model.dtype).removeprefix("torch.")
+        path = str(self.bundle.directory)
+        bundle = load_model(path, device=str(self.model.device), dtype=kind, models=self.bundle.directory.parent)
+        return bundle.model.requires_grad_(False)
 
     # -- learning ----------------------------------------------------------------------------------------------
 
@@ -135,10 +156,18 @@ class LocalTrainer:
         return objective, counts
 
     def _skip(self, batch: Batch, problem: str) -> None:
-        self.dumps.mkdir(parents=True, exist_ok=True)
         path = self.dumps / f"step-{batch.step}.msgpack"
-        path.write_bytes(msgspec.msgpack.encode(batch))
-        raise StepSkipped(f"{problem}; no update was made, the batch is in {path}")
+        try:
+            self.dumps.mkdir(parents=True, exist_ok=True)
+            older = sorted(self.dumps.glob("step-*.msgpack"), key=lambda dump: dump.stat().st_mtime)
+            for dump in older[: max(0, len(older) + 1 - DUMPS_KEPT)]:
+                dump.unlink()
+            path.write_bytes(msgspec.msgpack.encode(batch))
+        except OSError as error:  # a full disk must not make of a skipped step a failed node
+            where = f"and the batch could not be written to {path} ({error.strerror}); free some disk"
+        else:
+            where = f"the batch is in {path}"
+        raise StepSkipped(f"{problem}; no update was made, {where}")
 
     # -- log-probabilities -------------------------------------------------------------------------------------
 
