@@ -4,6 +4,9 @@ A row stands for all samples of a group that have the same tokens so far: at fir
 whenever two samples of a row draw different tokens. Keys and values of the prompt are kept once per group, those of
 the answers in a preallocated buffer per group whose first rows are always the live ones. Nothing is concatenated or
 expanded per token.
+
+Unfinished samples of an earlier pass (`PromptRequest.starts`) are prefilled with the prompt, so the rows of a group
+may be of different lengths; rows of one length take the fast path.
 """
 
 from collections import deque
@@ -14,11 +17,14 @@ import torch
 
 from node.attention import PackedAttention
 from node.batching import TokenTrie, pack
-from node.interfaces import FinishReason, PromptRequest, Sample, SampledGroup
+from node.engines.partial import continued
+from node.interfaces import FinishReason, PromptRequest, SampledGroup
 from node.models import ModelBundle
 
 PREFILL_TOKENS = 2048
-"""Prompt tokens computed in one forward pass."""
+"""Prompt tokens, and those of starts, computed in one forward pass."""
+DRAWS = 64
+"""Positions whose random numbers are drawn at once."""
 
 
 @dataclass(slots=True)
@@ -28,6 +34,8 @@ class _Row:
     members: list[int]
     token: int = -1
     """The last token, whose keys and values are not computed yet."""
+    length: int = 0
+    """Answer tokens whose keys and values are computed."""
 
 
 @dataclass(slots=True)
@@ -37,18 +45,35 @@ class _Group:
     prefix: list[tuple[torch.Tensor, torch.Tensor]]
     """Keys and values of the prompt in each layer, [K, P, d]."""
     keys: torch.Tensor
-    """[layers, n, K, L, d]: answers' keys; row j of the group is at j."""
+    """[layers, n, K, L, d]: answers' keys; row j of the group is at j. Finite up to `reach` in all live rows."""
     values: torch.Tensor
     rows: list[_Row]
-    length: int = 0
-    """Answer tokens whose keys and values are computed."""
-    tokens: list[list[int]] = field(default_factory=list)
-    logprobs: list[list[float]] = field(default_factory=list)
-    finish: list[FinishReason] = field(default_factory=list)
+    tokens: list[list[int]]
+    """Of every sample, those of its start included; log-probabilities only of the new ones."""
+    logprobs: list[list[float]]
+    finish: list[FinishReason]
+    draws: torch.Tensor = field(default_factory=lambda: torch.empty(0, 0))
+    """[positions, n] in [0, 1): the number that token t of sample i is drawn with."""
 
     @property
     def open(self) -> int:
         return sum(len(row.members) for row in self.rows)
+
+    @property
+    def reach(self) -> int:
+        return max(row.length for row in self.rows)
+
+    def draw(self, row: _Row) -> torch.Tensor:
+        """The numbers that the row's samples draw their next tokens with, [members].
+
+        They follow from seed, sample and position alone, so a sample that is stopped and goes on later (in the same
+        place of a request with the same seed) draws what it would have drawn.
+        """
+        position = len(self.tokens[row.members[0]])
+        while position >= len(self.draws):
+            more = torch.rand(DRAWS, self.request.n, generator=self.generator, dtype=torch.float64)
+            self.draws = torch.cat([self.draws.view(-1, self.request.n), more])
+        return self.draws[position, row.members]
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,18 +91,26 @@ def decode_groups(
     requests: Sequence[PromptRequest],
     version: int,
     emit: Callable[[SampledGroup], None],
+    closed: Callable[[], bool],
     stopped: Callable[[], bool],
     limits: Limits,
 ) -> None:
-    """Sample all requests, handing each group to `emit` when it is complete; returns early once `stopped()`.
+    """Sample all requests, handing each group to `emit` when it is complete.
 
-    Each group draws from its own generator, one number per sample and token, so what else is in the batch changes
+    Once `stopped()`, what is left is emitted as it is, unfinished samples as 'aborted'; once `closed()`, nothing more
+    is. Each group draws from its own generator, one number per sample and token, so what else is in the batch changes
     nothing. Log-probabilities are those of the sampled tokens at temperature 1, whatever the sampling temperature.
     """
     waiting = deque(requests)
     groups: list[_Group] = []
     with torch.inference_mode():
-        while (waiting or groups) and not stopped():
+        while (waiting or groups) and not closed():
+            if stopped():
+                for group in groups:
+                    emit(_finished(group, version))
+                for request in waiting:
+                    emit(unstarted(request, version))
+                return
             states = [_step(bundle, groups)] if groups else []
             admitted = _admissible(bundle, waiting, groups, limits)
             if admitted:
@@ -92,11 +125,24 @@ def decode_groups(
 
 
 def _finished(group: _Group, version: int) -> SampledGroup:
-    samples = zip(group.tokens, group.logprobs, group.finish, strict=True)
-    return SampledGroup(
-        group.request.key,
-        tuple(Sample(tuple(tokens), tuple(logprobs), finish, version) for tokens, logprobs, finish in samples),
-    )
+    """The group's samples: those with a start first, in the order of the starts."""
+    for row in group.rows:
+        for member in row.members:
+            group.finish[member] = "aborted"
+    starts = group.request.starts
+    samples = []
+    for i, (tokens, logprobs, finish) in enumerate(zip(group.tokens, group.logprobs, group.finish, strict=True)):
+        start = starts[i] if i < len(starts) else None
+        fresh = tokens[len(start.token_ids) :] if start else tokens
+        samples.append(continued(start, fresh, logprobs, finish, version))
+    return SampledGroup(group.request.key, tuple(samples))
+
+
+def unstarted(request: PromptRequest, version: int) -> SampledGroup:
+    """What a request comes to that was stopped before it began."""
+    begun = [continued(start, (), (), "aborted", version) for start in request.starts]
+    rest = [continued(None, (), (), "aborted", version)] * (request.n - len(begun))
+    return SampledGroup(request.key, (*begun, *rest))
 
 
 # -- admission and prompts -----------------------------------------------------------------------------------
@@ -125,7 +171,7 @@ def _admissible(
         request = waiting[0]
         rows += request.n
         held += _cache_bytes(bundle, request)
-        prompt_tokens += len(request.prompt_ids)
+        prompt_tokens += len(request.prompt_ids) + sum(len(start.token_ids) for start in request.starts)
         over = rows > limits.rows or held > limits.cache_bytes or prompt_tokens > PREFILL_TOKENS
         if over and (groups or admitted):
             break
@@ -134,35 +180,57 @@ def _admissible(
 
 
 def _prefill(bundle: ModelBundle, requests: Sequence[PromptRequest]) -> tuple[list[_Group], torch.Tensor]:
-    """Compute the prompts, merged where they begin alike; returns the groups and their last states [groups, D]."""
+    """Compute prompts and starts, merged where they begin alike; returns groups and their rows' states [rows, D]."""
     device = bundle.model.device
     trie = TokenTrie()
-    paths = [trie.insert(request.prompt_ids) for request in requests]
+    paths = [[trie.insert(request.prompt_ids + begun) for begun in _beginnings(request)] for request in requests]
     packed = pack(trie, device)
     attention = PackedAttention(packed.blocks, keep=True)
     hidden = _forward(bundle, packed.token_ids, packed.positions, attention)
     kept = attention.kept or []
     layers, kv_heads, width = _shape(bundle)
     groups, last = [], []
-    for request, path in zip(requests, paths, strict=True):
-        where = torch.tensor([packed.place[node] for node in path], device=device)
-        last.append(int(where[-1]))
+    for request, of_rows in zip(requests, paths, strict=True):
+        prompt = len(request.prompt_ids)
+        where = [torch.tensor([packed.place[node] for node in path], device=device) for path in of_rows]
+        last += [int(places[-1]) for places in where]
         shape = (layers, request.n, kv_heads, max(1, request.max_new_tokens - 1), width)
+        # untouched pages of an empty tensor take no memory: short answers cost only what they use
+        keys, values = (torch.empty(shape, dtype=hidden.dtype, device=device) for _ in range(2))
+        rows = [_Row(members, length=len(begun)) for begun, members in _beginnings(request).items()]
+        reach = max(row.length for row in rows)
+        for cache, side in ((keys, 0), (values, 1)):
+            cache[:, : len(rows), :, :reach] = 0.0
+            for slot, (row, places) in enumerate(zip(rows, where, strict=True)):
+                for layer, pair in enumerate(kept if row.length else ()):
+                    cache[layer, slot, :, : row.length] = pair[side].index_select(1, places[prompt:])
         groups.append(
             _Group(
                 request=request,
                 generator=torch.Generator().manual_seed(request.seed),
-                prefix=[(key.index_select(1, where), value.index_select(1, where)) for key, value in kept],
-                # untouched pages of an empty tensor take no memory: short answers cost only what they use
-                keys=torch.empty(shape, dtype=hidden.dtype, device=device),
-                values=torch.empty(shape, dtype=hidden.dtype, device=device),
-                rows=[_Row(list(range(request.n)))],
-                tokens=[[] for _ in range(request.n)],
+                prefix=[
+                    (key.index_select(1, where[0][:prompt]), value.index_select(1, where[0][:prompt]))
+                    for key, value in kept
+                ],
+                keys=keys,
+                values=values,
+                rows=rows,
+                tokens=[list(start.token_ids) for start in request.starts]
+                + [[] for _ in range(request.n - len(request.starts))],
                 logprobs=[[] for _ in range(request.n)],
                 finish=["length"] * request.n,
             )
         )
     return groups, hidden[torch.tensor(last, device=device)]
+
+
+def _beginnings(request: PromptRequest) -> dict[tuple[int, ...], list[int]]:
+    """Distinct beginnings of the request's answers -> samples that begin so."""
+    members: dict[tuple[int, ...], list[int]] = {}
+    for i in range(request.n):
+        begun = request.starts[i].token_ids if i < len(request.starts) else ()
+        members.setdefault(begun, []).append(i)
+    return members
 
 
 # -- one token -----------------------------------------------------------------------------------------------
@@ -172,7 +240,7 @@ def _step(bundle: ModelBundle, groups: list[_Group]) -> torch.Tensor:
     """Compute the last token of every row; returns their states [rows, D]."""
     device = bundle.model.device
     tokens = [row.token for group in groups for row in group.rows]
-    positions = [len(group.request.prompt_ids) + group.length for group in groups for _ in group.rows]
+    positions = [len(group.request.prompt_ids) + row.length for group in groups for row in group.rows]
     hidden = _forward(
         bundle,
         torch.tensor(tokens, device=device),
@@ -180,7 +248,8 @@ def _step(bundle: ModelBundle, groups: list[_Group]) -> torch.Tensor:
         _DecodeAttention(groups),
     )
     for group in groups:
-        group.length += 1
+        for row in group.rows:
+            row.length += 1
     return hidden
 
 
@@ -197,10 +266,9 @@ def _sample(bundle: ModelBundle, groups: list[_Group], states: torch.Tensor) -> 
         probabilities = torch.exp(logits - lse)
     # in float64, or the running sum would round away rare tokens
     running = torch.cumsum(probabilities, -1, dtype=torch.float64)
-    draws = {id(group): torch.rand(group.request.n, generator=group.generator, dtype=torch.float64) for group in groups}
     where = torch.zeros(len(rows), max(len(row.members) for _, row in rows), dtype=torch.float64)
     for i, (group, row) in enumerate(rows):
-        where[i, : len(row.members)] = draws[id(group)][row.members]
+        where[i, : len(row.members)] = group.draw(row)
     drawn = torch.searchsorted(running, where.to(running.device) * running[:, -1:], right=True)
     drawn.clamp_(max=logits.shape[-1] - 1)
     chosen = (logits.gather(1, drawn) - lse).tolist()
@@ -223,7 +291,7 @@ def _advance(group: _Group, stop_ids: frozenset[int], drawn: list[list[int]], lo
             if token in stop_ids:
                 group.finish[member] = "stop"
             elif len(group.tokens[member]) < group.request.max_new_tokens:
-                onward.setdefault(token, _Row([], token)).members.append(member)
+                onward.setdefault(token, _Row([], token, row.length)).members.append(member)
         branches += [(slot, row) for row in onward.values()]
     _place(group, branches)
 
@@ -238,11 +306,12 @@ def _place(group: _Group, branches: list[tuple[int, _Row]]) -> None:
         else:
             homeless.append((slot, row))
     free = [slot for slot, row in enumerate(rows) if row is None]
+    reach = group.reach
     # a free slot has no branch, so nothing that is still to be copied is overwritten
     for (source, row), slot in zip(homeless, free, strict=True):
         rows[slot] = row
         for cache in (group.keys, group.values):
-            cache[:, slot, :, : group.length] = cache[:, source, :, : group.length]
+            cache[:, slot, :, :reach] = cache[:, source, :, :reach]
     group.rows = [row for row in rows if row is not None]
 
 
@@ -264,6 +333,8 @@ class _DecodeAttention:
 
     def __init__(self, groups: list[_Group]) -> None:
         self.groups = groups
+        self.reaches = [group.reach for group in groups]
+        self.ragged = [_lengths(group) for group in groups]
 
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float
@@ -272,11 +343,16 @@ class _DecodeAttention:
         kv_heads = key.shape[1]
         output = query.new_empty(tokens, heads, width)
         stop = 0
-        for group in self.groups:
+        for group, reach, lengths in zip(self.groups, self.reaches, self.ragged, strict=True):
             start, stop = stop, stop + len(group.rows)
-            rows, seen = stop - start, group.length + 1
-            group.keys[layer, :rows, :, group.length] = key[0, :, start:stop].transpose(0, 1)
-            group.values[layer, :rows, :, group.length] = value[0, :, start:stop].transpose(0, 1)
+            rows, seen = stop - start, reach + 1
+            for cache, new in ((group.keys, key), (group.values, value)):
+                if lengths is None:
+                    cache[layer, :rows, :, reach] = new[0, :, start:stop].transpose(0, 1)
+                else:
+                    cache[layer, :rows, :, reach] = 0.0  # or weights of 0 would meet what was in memory
+                    slots = torch.arange(rows, device=new.device)
+                    cache[layer, slots, :, lengths] = new[0, :, start:stop].transpose(0, 1)
             past_keys, past_values = group.prefix[layer]
             own_keys = group.keys[layer, :rows, :, :seen].flatten(0, 1)  # [rows*K, seen, d], a view
             own_values = group.values[layer, :rows, :, :seen].flatten(0, 1)
@@ -284,6 +360,9 @@ class _DecodeAttention:
             by_head = by_row.transpose(0, 1).reshape(kv_heads, -1, width)  # [K, rows*r, d]
             shared = torch.bmm(by_head, past_keys.transpose(1, 2)).view(kv_heads, rows, heads // kv_heads, -1)
             own = torch.bmm(by_row.flatten(0, 1), own_keys.transpose(1, 2)).view(rows, kv_heads, -1, seen)
+            if lengths is not None:
+                unwritten = torch.arange(seen, device=own.device) > lengths[:, None]
+                own = own.masked_fill(unwritten[:, None, None], -torch.inf)
             scores = torch.cat([shared.transpose(0, 1), own], -1).float().mul_(scaling)
             weights = torch.softmax(scores, -1).to(query.dtype)  # [rows, K, r, P + seen]
             prompt = past_keys.shape[1]
@@ -292,3 +371,9 @@ class _DecodeAttention:
             result = result + torch.bmm(weights[..., prompt:].flatten(0, 1), own_values).view(rows, kv_heads, -1, width)
             output[start:stop] = result.reshape(rows, heads, width)
         return output.unsqueeze(0)
+
+
+def _lengths(group: _Group) -> torch.Tensor | None:
+    """Rows' lengths where they differ, [rows]."""
+    lengths = [row.length for row in group.rows]
+    return torch.tensor(lengths, device=group.keys.device) if min(lengths) < max(lengths) else None

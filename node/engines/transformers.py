@@ -30,22 +30,25 @@ class TransformersEngine:
         self.bundle, self.device, self.limits = bundle, device, limits or Limits()
         self.version = 0
 
-    async def generate(self, requests: Sequence[PromptRequest]) -> AsyncIterator[SampledGroup]:
-        """Yield groups as they finish. Closing the iterator stops the model within one token.
+    async def generate(
+        self, requests: Sequence[PromptRequest], stop: asyncio.Event | None = None
+    ) -> AsyncIterator[SampledGroup]:
+        """Yield groups as they finish. Closing the iterator, or setting `stop`, stops the model within one token.
 
-        Raises RequestTooLong, and ValueError for an empty prompt or a budget below 1.
+        Raises RequestTooLong, and ValueError for an empty prompt, a budget below 1 or a start that cannot go on.
         """
         for request in requests:
             self._check(request)
         loop = asyncio.get_running_loop()
         # every request becomes one group, so the queue can hold all of them and the model never waits for the reader
         ready: asyncio.Queue[SampledGroup] = asyncio.Queue(maxsize=max(1, len(requests)))
-        stop = threading.Event()
+        closed = threading.Event()
+        stopped = stop.is_set if stop is not None else closed.is_set  # reading an asyncio event is safe in any thread
 
         def emit(group: SampledGroup) -> None:
             loop.call_soon_threadsafe(ready.put_nowait, group)
 
-        work = (self.bundle, tuple(requests), self.version, emit, stop.is_set, self.limits)
+        work = (self.bundle, tuple(requests), self.version, emit, closed.is_set, stopped, self.limits)
         job = asyncio.ensure_future(self.device.run(decode_groups, *work))
         try:
             for _ in requests:
@@ -59,7 +62,7 @@ class TransformersEngine:
                     getter.cancel()
             await job
         finally:
-            stop.set()
+            closed.set()
             if not job.done():
                 # the thread ends within one token; whoever comes next waits for it in the device's queue
                 job.cancel()
@@ -81,6 +84,14 @@ class TransformersEngine:
                 f"{request.max_new_tokens} exceed the context of {self.bundle.context} tokens of {self.bundle.name}; "
                 "lower rollout.max_new_tokens or choose a shorter task"
             )
+        if len(request.starts) > request.n:
+            raise ValueError(f"request {request.key}: {len(request.starts)} starts, but n is {request.n}; raise n")
+        for start in request.starts:
+            if start.finish == "stop" or len(start.token_ids) >= request.max_new_tokens:
+                raise ValueError(
+                    f"request {request.key}: a start of {len(start.token_ids)} tokens that ended by {start.finish} "
+                    f"has nothing to go on to with max_new_tokens {request.max_new_tokens}; leave it out"
+                )
 
 
 async def check_agreement(
