@@ -56,6 +56,9 @@ class Environment(Protocol):
     def score(self, seed: int, index: int, answer: str) -> Score:
         """Score one answer, reward in [0, 1]. May raise: the scorer process turns that into `scorer_failed`."""
 
+    def gold(self, seed: int, index: int) -> str | None:
+        """An answer that scores 1, for a warm start (node/offline); None where none is known. May be left out."""
+
     def self_check(self) -> Sequence[str]:
         """Problems found on a sample of tasks (gold answer not scoring 1, prompt over budget); empty is good."""
 

@@ -31,10 +31,11 @@ class Setup(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Job(msgspec.Struct, frozen=True, array_like=True):
-    """Score `answer`, or regenerate the task when there is none."""
+    """Score `answer`; when there is none, regenerate the task or, with `gold`, say an answer that scores 1."""
 
     ref: TaskRef
     answer: str | None
+    gold: bool = False
 
 
 class Chunk(msgspec.Struct, frozen=True, array_like=True):
@@ -58,6 +59,8 @@ class Done(msgspec.Struct, frozen=True, array_like=True, tag=True):
     score: Score | None = None
     task: Task | None = None
     failure: str | None = None
+    gold: str | None = None
+    """None with no failure either: the environment knows no answer to this task."""
 
 
 class Died(msgspec.Struct, frozen=True, array_like=True, tag=True):

@@ -93,6 +93,11 @@ class ReasoningGym:
         reward = raw if self.name in GRADED and parsed else float(solved)
         return Score(reward=reward, parsed=solved or parsed, parts={} if raw in (0.0, 1.0) else {"raw": float(raw)})
 
+    def gold(self, seed: int, index: int) -> str | None:
+        """The dataset's answer; some datasets accept many answers and give none."""
+        answer = self._entry(seed, index)[1]["answer"]
+        return None if answer is None else str(answer).strip()
+
     def self_check(self) -> Sequence[str]:
         problems = []
         for index in range(8):

@@ -25,7 +25,9 @@ def embedded(name: str) -> ReasoningGym:
 
 
 def gold(environment: ReasoningGym, seed: int, index: int) -> str:
-    return str(environment._entry(seed, index)[1]["answer"])
+    found = environment.gold(seed, index)
+    assert found is not None
+    return found
 
 
 def test_every_dataset_of_the_library_is_known_by_the_manifests_version() -> None:

@@ -33,6 +33,11 @@ class Evaluating:
     def score(self, seed, index, answer):
         return Score(float(eval(answer, {"__builtins__": __builtins__}) == 42), True)
 
+    def gold(self, seed, index):
+        if index == 13:
+            raise ValueError("no task 13")
+        return "6 * 7" if index else None
+
     def self_check(self):
         return []
 """
@@ -125,6 +130,25 @@ async def test_evaluated_text_touches_nothing(evaluating: Scorer, tmp_path: Path
     assert not made.exists()
     assert kept.read_text() == "as it was"
     assert evaluating.restarts == 0
+
+
+async def test_gold_answers_come_from_the_scorer_process(evaluating: Scorer, embedded: Scorer) -> None:
+    refs = [TaskRef("evaluating", "1", 1, index) for index in (0, 1, 13, 2)]
+    assert await evaluating.golds(refs) == [None, "6 * 7", None, "6 * 7"]
+    refs = [TaskRef(name, version, 3, 4) for name, version in embedded._known]
+    golds = await embedded.golds(refs)
+    scores = await embedded.score([(ref, gold or "") for ref, gold in zip(refs, golds, strict=True)])
+    assert [score.reward for score in scores] == [1.0] * 4
+
+
+async def test_an_environment_without_gold_answers_says_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = EVALUATING[: EVALUATING.index("    def gold")]
+    install(tmp_path / "site", "silent", source, "silent@1 = silent:Evaluating")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "site"))
+    scorer = Scorer([EnvironmentSpec("silent", "1", 1, {})], deadline=DEADLINE, memory_mb=512, clock=time.monotonic)
+    await scorer.start()
+    assert await scorer.golds([TaskRef("silent", "1", 1, 1)]) == [None]
+    await scorer.close()
 
 
 async def test_secrets_cannot_be_read(evaluating: Scorer, tmp_path: Path) -> None:
@@ -318,6 +342,7 @@ async def test_the_documented_environment_works(tmp_path: Path, monkeypatch: pyt
     (task,) = await scorer.tasks([ref])
     ones = task.messages[-1].content.count("1")
     scores = await scorer.score([(ref, "Odd "), (ref, "even"), (ref, "two")])
+    assert await scorer.golds([ref]) == ["odd" if ones % 2 else "even"]
     await scorer.close()
     assert task.max_tokens == 8
     assert [score.reward for score in scores] == ([1, 0, 0] if ones % 2 else [0, 1, 0])
