@@ -133,6 +133,8 @@ class TrainSequence(msgspec.Struct, frozen=True, array_like=True):
     advantage: float
     behaviour_logprobs: tuple[float, ...] | None
     """mu of each token, None where unknown (foreign text): then the correction weight is 1."""
+    teacher_logprobs: tuple[float, ...] | None = None
+    """log-probability of each token under a teacher, where there is one (node/training/distill.py)."""
 
 
 class TrainGroup(msgspec.Struct, frozen=True, array_like=True):
@@ -171,6 +173,21 @@ class UpdateStats:
     kl_reference: float | None
     micro_batches: int
     oom_retries: int
+    kl_teacher: float | None = None
+    """mean(old - teacher) over the tokens a teacher was asked about: reverse KL per token, to be distilled away."""
+
+
+class Teacher(Protocol):
+    """A model whose distribution is learned from, besides rewards. It has the policy's tokenizer."""
+
+    name: str
+
+    async def logprobs(self, groups: Sequence[TrainGroup]) -> list[list[tuple[float, ...]]]:
+        """log-probability of every sequence token under the teacher; [group][sequence][token]. Raises TeacherError."""
+
+
+class TeacherError(Exception):
+    """The teacher cannot be had, has another tokenizer, or did not answer; the message says the fix."""
 
 
 class StepSkipped(Exception):
