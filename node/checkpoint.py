@@ -11,7 +11,6 @@ the same step.
 """
 
 import json
-import logging
 import os
 import re
 import shutil
@@ -25,8 +24,6 @@ from safetensors import SafetensorError
 
 from node import journal
 from node.journal import JournalRecord
-
-log = logging.getLogger(__name__)
 
 FILES, STATE, BEST = "files.json", "state.json", "best.json"
 ASIDE, REPLACED, DAMAGED = ".aside-", ".aside-old-", "damaged-"
@@ -70,6 +67,8 @@ class CheckpointStore:
         self.directory, self.keep = directory, keep
         self._base = 0
         self._size = 0
+        self._whole: int | None = None
+        """Bytes of the journal that are good, when a failed append may have left more behind."""
 
     @property
     def base(self) -> int:
@@ -113,7 +112,6 @@ class CheckpointStore:
             if fault is None:
                 return step
             problems.append(f"checkpoint {path.name} is damaged ({fault}); going on from the one before")
-            log.error("%s", problems[-1])
             aside = self.directory / f"{DAMAGED}{path.name}"
             if aside.exists():
                 shutil.rmtree(aside)
@@ -166,6 +164,13 @@ class CheckpointStore:
                 continue  # a running node has just removed it
         return found
 
+    def best_score(self) -> float | None:
+        """Held-out score of the weights kept as the best ones."""
+        try:
+            return float(json.loads((self.directory / "best" / BEST).read_text())["score"])
+        except (OSError, ValueError, KeyError, TypeError):
+            return None  # none yet, or damaged: the next evaluation writes it anew
+
     def find(self, name: str) -> Entry:
         """'latest', 'best', a step number or a directory name. Raises CheckpointError naming what there is."""
         entries = self.entries()
@@ -183,11 +188,15 @@ class CheckpointStore:
     def append(self, record: JournalRecord) -> None:
         """Journal an update before it is applied. Raises CheckpointError (the disk is full or broken)."""
         path = self._journal(self._base)
-        fresh = not path.exists()
         try:
+            fresh = not path.exists()
+            if self._whole is not None and not fresh:
+                journal.cut(path, self._whole)
+            self._whole = 0 if fresh else path.stat().st_size
             journal.append(path, record)
             if fresh:
                 _sync(self.directory)
+            self._whole = None
         except OSError as error:
             raise CheckpointError(
                 f"{path}: the step cannot be journalled ({error.strerror}); free some disk: training waits for it"
@@ -208,7 +217,7 @@ class CheckpointStore:
             (aside / STATE).write_text(json.dumps(state))
 
         self._write(target, fill)
-        self._base = step
+        self._base, self._whole = step, None
         try:
             self._prune()
         except OSError as error:

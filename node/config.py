@@ -117,6 +117,7 @@ class EvalConfig(Section):
 
 class CheckpointConfig(Section):
     every: int = Field(25, ge=1, description="steps between full checkpoints; every step is journalled besides")
+    seconds: float = Field(600.0, gt=0, description="age of a checkpoint at which the next step writes another one")
     keep: int = Field(2, ge=1, le=100, description="full checkpoints kept, besides the best by held-out score")
 
 

@@ -4,6 +4,7 @@ A file holds records, each [length, crc32] (little-endian uint32) and msgpack by
 kill; a torn tail is cut off, since its update has not begun.
 """
 
+import contextlib
 import os
 import struct
 import zlib
@@ -27,13 +28,18 @@ class JournalRecord(msgspec.Struct, frozen=True, array_like=True):
     """Data position and sampler after the step's choices, as JSON values."""
     summary: dict[str, Any]
     """What the history keeps of the step besides the update's own numbers."""
+    train: dict[str, Any] | None = None
+    """The train.* settings of the update; None in a journal of Shoal 0.1 before it kept them."""
 
 
 _decoder = msgspec.msgpack.Decoder(JournalRecord)
 
 
 def append(path: Path, record: JournalRecord) -> int:
-    """Add a record and fsync; returns its size. A failed write is taken back. Raises OSError."""
+    """Add a record and fsync; returns its size. Raises OSError.
+
+    A failed write is taken back. Where that fails too, the caller must `cut` the file to its length of before.
+    """
     content = msgspec.msgpack.encode(record)
     framed = HEADER.pack(len(content), zlib.crc32(content)) + content
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
@@ -45,7 +51,8 @@ def append(path: Path, record: JournalRecord) -> int:
                 written += os.write(descriptor, framed[written:])
             os.fsync(descriptor)
         except OSError:
-            os.ftruncate(descriptor, before)
+            with contextlib.suppress(OSError):  # what is said is why the write failed
+                os.ftruncate(descriptor, before)
             raise
     finally:
         os.close(descriptor)

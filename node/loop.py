@@ -24,6 +24,7 @@ from node.interfaces import Batch, Engine, Interrupted, StepSkipped, Trainer, Up
 from node.journal import JournalRecord
 from node.models import ModelBundle
 from node.progress import Progress
+from node.replay import replay
 from node.rollouts import Rollout, from_group, sample, sampling_seed, to_group, train_group
 from node.scorer import Scorer, ScorerError
 from protocol.manifest import Manifest
@@ -36,6 +37,8 @@ log = logging.getLogger(__name__)
 
 JOURNAL_RETRY_SECONDS = 10.0
 SKIPS_BEFORE_ALARM = 5
+EVALUATION_RETRIES = 3
+"""Step boundaries at which a failed evaluation is tried again before it waits for its next turn."""
 SKIP_ADVICE = "see shoal logs and shoal groups: are all rewards equal? choose easier environments"
 
 
@@ -68,6 +71,9 @@ class Loop:
         self.position = DataPosition()
         self.saved: int | None = None
         """The step that the next start will reach; None until that is known."""
+        self._checkpointed_at = parts.clock()
+        self._evaluations_failed = 0
+        """How often in a row; 0: none is owed."""
         self.stop = threading.Event()
         self.unpaused = asyncio.Event()
         self.unpaused.set()
@@ -88,20 +94,11 @@ class Loop:
                 await p.device.run(p.trainer.load, recovery.directory)
             if recovery.state:
                 self._restore(recovery.state)
-        for at, record in enumerate(records):
-            last = at + 1 == len(records)
-            if not last and records[at + 1].step == record.step:
-                continue  # it was skipped: the same step was tried again with other groups
-            p.progress.say("RESUMING", f"replaying journalled step {record.step} of {records[-1].step}")
-            try:
-                await self._apply(record)
-            except StepSkipped as skipped:
-                if not last:
-                    raise CheckpointError(
-                        f"journalled step {record.step} cannot be repeated: {skipped} ; free some memory, start again"
-                    ) from skipped
-                log.info("the last journalled step %d is skipped: %s", record.step, skipped)
+        if recovery.directory is not None:  # by its age: what the last process trained since must not grow for ever
+            self._checkpointed_at = min(p.clock(), recovery.directory.stat().st_mtime)
+        await replay(p, records, apply=self._apply, restore=self._restore)
         self.saved = p.trainer.step
+        await p.engine.update_weights(p.trainer.step)
         if recovery.directory is not None or records:
             p.history.event("info", "resume", f"continues after step {p.trainer.step}")
 
@@ -117,6 +114,9 @@ class Loop:
             while not self.unpaused.is_set():
                 p.progress.enter("paused")
                 await self.unpaused.wait()
+                p.progress.resumed_at = p.clock()
+            if 0 < self._evaluations_failed <= EVALUATION_RETRIES:
+                await self._evaluate()
             p.progress.enter("step")
             try:
                 await self.step()
@@ -140,13 +140,15 @@ class Loop:
         self._share(own)
         foreign = await self._choose_foreign()
         batch = Batch(step, tuple(train_group(r, p.config.train.advantage) for r in own + foreign))
-        record = JournalRecord(step, batch, self._state(), self._summary(step, own, foreign, p.clock() - started))
+        summary = self._summary(step, own, foreign, p.clock() - started)
+        record = JournalRecord(step, batch, self._state(), summary, p.config.train.model_dump(mode="json"))
         await self._journal(record)
         await self._apply(record)
 
         if p.config.eval.every and step % p.config.eval.every == 0:
             await self._evaluate()
-        if step % p.config.checkpoint.every == 0:
+        age = p.clock() - self._checkpointed_at
+        if step % p.config.checkpoint.every == 0 or age >= p.config.checkpoint.seconds:
             await self.checkpoint()
 
     def _own_count(self, available: int) -> int:
@@ -233,6 +235,7 @@ class Loop:
             raise asyncio.CancelledError from None
         self.saved = max(self.saved or 0, p.trainer.step)
         await p.engine.update_weights(p.trainer.step)
+        p.progress.memory = await p.device.run(p.trainer.memory)
         now = p.clock()
         p.progress.last_step_at = now
         update = {**asdict(stats), "update_seconds": now - started, "stages": dict(p.progress.stages)}
@@ -251,24 +254,33 @@ class Loop:
                 await p.device.run(p.checkpoints.save, p.trainer.step, p.trainer.save, self._state())
             except CheckpointError as error:
                 p.history.event("error", "checkpoint", str(error))
-                log.error("%s", error)
+        self._checkpointed_at = p.clock()
 
     async def _evaluate(self) -> None:
+        """Take a held-out score, and keep the weights if it is the best yet. What fails is owed at the next step."""
         p = self.parts
         async with p.progress.during("evaluate"):
             try:
                 scores = await held_out(p.engine, p.bundle, p.scorer, p.config, p.manifest)
                 mean = sum(scores.values()) / len(scores)
-                best = p.history.best_held_out()
+                await self._keep_best(mean)
                 p.history.record_evaluation(p.trainer.step, scores)
             except (ScorerError, StoreError) as error:
+                self._evaluations_failed += 1
                 p.history.event("error", "evaluate", f"step {p.trainer.step} has no held-out score: {error}")
-                return
-            if p.trainer.step and (best is None or mean > best):
-                try:
-                    await p.device.run(p.checkpoints.save_best, p.trainer.step, mean, p.trainer.export)
-                except CheckpointError as error:
-                    p.history.event("error", "checkpoint", str(error))
+            else:
+                self._evaluations_failed = 0
+
+    async def _keep_best(self, mean: float) -> None:
+        """Export the weights if they beat those exported and the score that training started from."""
+        p = self.parts
+        before = [await p.device.run(p.checkpoints.best_score), p.history.held_out_start()]
+        if p.trainer.step == 0 or any(score is not None and score >= mean for score in before):
+            return
+        try:
+            await p.device.run(p.checkpoints.save_best, p.trainer.step, mean, p.trainer.export)
+        except CheckpointError as error:
+            p.history.event("error", "checkpoint", str(error))
 
     def _say_training(self) -> None:
         p = self.parts

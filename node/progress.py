@@ -1,7 +1,7 @@
 """Where the node is right now, in words a person can act on: state, reason, next action, stage and since when."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Literal
@@ -28,6 +28,10 @@ class Progress:
     paused: str | None = None
     """Why, while the node is paused or about to be."""
     last_step_at: float | None = None
+    resumed_at: float | None = None
+    """When the last pause ended."""
+    memory: Mapping[str, int] = field(default_factory=dict)
+    """Bytes of the trainer by kind, as of the last update."""
     stages: dict[str, float] = field(default_factory=dict)
 
     def say(self, state: State, reason: str = "", next: str = "") -> None:
@@ -39,6 +43,11 @@ class Progress:
             return self.state, self.reason, self.next
         yet = "" if self.stage == "paused" else " (after the step in progress)"
         return "PAUSED", f"{self.paused}{yet}", "run shoal resume to go on"
+
+    def step_age(self, now: float) -> float | None:
+        """Seconds since the last step, not counting a pause that ended after it; None before the first one."""
+        moments = [moment for moment in (self.last_step_at, self.resumed_at) if moment is not None]
+        return now - max(moments) if moments else None
 
     def enter(self, stage: str) -> None:
         """What is going on outside the timed stages, such as waiting to be resumed."""

@@ -56,7 +56,7 @@ class DaemonView:
             "stage": progress.stage,
             "stage_seconds": now - progress.since,
             "stages": dict(progress.stages),
-            "last_step_age": None if progress.last_step_at is None else now - progress.last_step_at,
+            "last_step_age": progress.step_age(now),
             "step_deadline": node.config.limits.stage_seconds,
             "rss_mb": self._process.memory_info().rss / 2**20,
             "peak_rss_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10,

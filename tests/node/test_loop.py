@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from node.checkpoint import CheckpointError, CheckpointStore
-from node.config import Config
+from node.config import Config, TrainConfig
 from node.device import Device
 from node.history import History
 from node.interfaces import Batch, StepSkipped, UpdateStats
@@ -39,6 +39,11 @@ class FakeTrainer:
             raise StepSkipped("no memory")
         self.step += 1
         return STATS
+
+    def configure(self, config: TrainConfig) -> None: ...
+
+    def memory(self) -> dict[str, int]:
+        return {"weights": 4 * self.step}
 
 
 class FakeEngine:
