@@ -99,11 +99,9 @@ async def sample(
     ]
 
 
-def to_group(rollout: Rollout, *, swarm: bytes, producer: str, epoch: int, bundle: ModelBundle) -> RolloutGroup:
+def to_group(rollout: Rollout, *, epoch: int, bundle: ModelBundle) -> RolloutGroup:
     """The wire form of an own rollout."""
     return RolloutGroup(
-        swarm=swarm,
-        producer=producer,
         epoch=epoch,
         task=rollout.ref,
         model=bundle.name[:64],

@@ -16,6 +16,7 @@ from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
 from cryptography.hazmat.primitives.kdf.scrypt import Scrypt
 
 MAX_KEY_FILE_BYTES = 4096
+PUBLIC_KEY_BYTES = 32
 SIGNATURE_BYTES = 64
 
 _BASE58 = "123456789ABCDEFGHJKLMNPQRSTUVWXYZabcdefghijkmnopqrstuvwxyz"
@@ -91,11 +92,11 @@ def public_key_of(peer_id: str) -> bytes:
     return raw[len(_PEER_ID_PREFIX) :]
 
 
-def verify(peer_id: str, data: bytes, signature: bytes) -> bool:
-    """Whether `peer_id` signed `data`. False also for an id that holds no Ed25519 key."""
+def verify(public_key: bytes, data: bytes, signature: bytes) -> bool:
+    """Whether the owner of a raw 32-byte Ed25519 key signed `data`. False also for bytes that are no key."""
     try:
-        Ed25519PublicKey.from_public_bytes(public_key_of(peer_id)).verify(signature, data)
-    except (IdentityError, InvalidSignature, ValueError):
+        Ed25519PublicKey.from_public_bytes(public_key).verify(signature, data)
+    except (InvalidSignature, ValueError):
         return False
     return True
 
@@ -118,6 +119,11 @@ class Identity:
             raise IdentityError(f"an Ed25519 seed has 32 bytes, got {len(seed)}")
         key = Ed25519PrivateKey.from_private_bytes(seed)
         return cls(key, peer_id_of(key.public_key().public_bytes_raw()))
+
+    @property
+    def public_key(self) -> bytes:
+        """The raw 32-byte public key."""
+        return self._key.public_key().public_bytes_raw()
 
     @property
     def private_bytes(self) -> bytes:

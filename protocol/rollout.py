@@ -57,12 +57,12 @@ class Completion(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
 
 
 class RolloutGroup(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """One task, G completions, one policy. Signed as a whole by `producer` (see `protocol.envelope`)."""
+    """One task, G completions, one policy. Signed as a whole by its producer (see `protocol.envelope`).
 
-    swarm: Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
-    """SHA-256 digest of the swarm's manifest."""
-    producer: Annotated[str, msgspec.Meta(max_length=64)]
-    """libp2p peer id of the node that sampled the completions."""
+    Neither producer nor swarm is in it: the envelope names the one, and the announcement, which is signed too and
+    names the group by its hash, the other. The task's seed is derived from both.
+    """
+
     epoch: UInt63
     task: TaskRef
     model: Annotated[str, msgspec.Meta(max_length=64)]

@@ -78,7 +78,12 @@ def check_announcement(
         raise Rejected(Reason.malformed, f"reward_std is {announcement.reward_std}, below 0")
     if banned(opened.producer):
         raise Rejected(Reason.banned, f"{opened.producer} is banned here")
-    _check_place_and_time(opened, announcement.swarm, announcement.epoch, manifest, now)
+    if announcement.swarm != manifest.digest:
+        raise Rejected(
+            Reason.wrong_swarm,
+            f"from swarm {announcement.swarm.hex()[:16]}, this node is in {manifest.digest.hex()[:16]}",
+        )
+    _check_time(opened, announcement.epoch, manifest, now)
     _check_task(announcement.task, announcement.epoch, opened.producer, manifest, environments)
     return opened, announcement
 
@@ -113,14 +118,11 @@ def check_group(
     except (msgspec.DecodeError, RecursionError) as error:
         raise Rejected(Reason.malformed, f"group: {error}") from error
     _check_contents(group, manifest)
-    if group.producer != opened.producer or opened.producer != producer:
-        raise Rejected(
-            Reason.wrong_producer,
-            f"says it is from {group.producer!r}, signed by {opened.producer}, announced by {producer}",
-        )
+    if opened.producer != producer:
+        raise Rejected(Reason.wrong_producer, f"signed by {opened.producer}, announced by {producer}")
     if banned(producer):
         raise Rejected(Reason.banned, f"{producer} is banned here")
-    _check_place_and_time(opened, group.swarm, group.epoch, manifest, now)
+    _check_time(opened, group.epoch, manifest, now)
     if seen(opened.digest):
         raise Rejected(Reason.replayed, f"group {opened.digest.hex()[:16]} was admitted before")
     _check_task(group.task, group.epoch, producer, manifest, environments)
@@ -217,15 +219,11 @@ def _check_completion(number: int, completion: Completion, manifest: Manifest) -
         raise Rejected(Reason.malformed, f"{where}: a log-probability is above 0 or not finite")
 
 
-def _check_place_and_time(opened: Opened, swarm: bytes, epoch: int, manifest: Manifest, now: float) -> None:
-    if swarm != manifest.digest:
-        raise Rejected(
-            Reason.wrong_swarm, f"from swarm {swarm.hex()[:16]}, this node is in {manifest.digest.hex()[:16]}"
-        )
+def _check_time(opened: Opened, epoch: int, manifest: Manifest, now: float) -> None:
     ttl = manifest.caps.group_ttl_seconds
-    # An expiry beyond the manifest's would keep an announcement alive for ever (10 ms: rounding).
-    if opened.expires - opened.issued > ttl + 0.01:
-        raise Rejected(Reason.from_future, f"lives for {opened.expires - opened.issued:.0f} s, at most {ttl} s")
+    # An expiry beyond the manifest's would keep an announcement alive for ever.
+    if opened.expires - opened.issued > ttl:
+        raise Rejected(Reason.from_future, f"lives for {opened.expires - opened.issued} s, at most {ttl} s")
     current = manifest.epoch_at(now + MAX_CLOCK_SKEW)
     if epoch > current:
         raise Rejected(Reason.from_future, f"from epoch {epoch}, now is epoch {manifest.epoch_at(now)}")

@@ -121,7 +121,7 @@ class Exchange:
             return known
         expires = now + self.manifest.caps.group_ttl_seconds
         body = seal(self._identity, Domain.group, msgspec.msgpack.encode(group), issued=now, expires=expires)
-        announcement = announcement_of(group, body)
+        announcement = announcement_of(group, body, self.manifest.digest)
         opened, _ = check_group(
             body,
             self.manifest,
@@ -305,12 +305,12 @@ class Exchange:
             await asyncio.sleep(PROVIDE_SECONDS)
 
 
-def announcement_of(group: RolloutGroup, body: bytes) -> Announcement:
-    """What is announced of a group and its sealed bytes."""
+def announcement_of(group: RolloutGroup, body: bytes, swarm: bytes) -> Announcement:
+    """What is announced of a group and its sealed bytes in the swarm of this digest."""
     rewards = group.rewards
     mean = math.fsum(rewards) / max(1, len(rewards))
     return Announcement(
-        swarm=group.swarm,
+        swarm=swarm,
         group=digest_of(body),
         size=len(body),
         epoch=group.epoch,

@@ -55,11 +55,12 @@ async def produce(spec: Mapping[str, Any], say: Say, directory: Path) -> None:
         running = asyncio.create_task(node.exchange.run())
         await node.transport.connect(spec["address"], timeout=CONNECT_SECONDS)
         await asyncio.sleep(MESH_SECONDS)
+        named = (node.manifest.digest, node.identity.peer_id)
         say(
             {
                 "tokens": sum(completion.token_count for group in groups for completion in group.completions),
-                "json_bytes": sum(len(as_json(group)) for group in groups),
-                "json_around_bytes": sum(len(around_as_json(group)) for group in groups),
+                "json_bytes": sum(len(as_json(group, *named)) for group in groups),
+                "json_around_bytes": sum(len(around_as_json(group, named[0])) for group in groups),
             }
         )
         await lines.get()
@@ -118,26 +119,27 @@ async def make_groups(node: ExchangeNode, count: int) -> list[RolloutGroup]:
             scores=tuple(next(scores) for _ in group),
         )
         if rollout.informative:
-            groups.append(
-                to_group(rollout, swarm=node.manifest.digest, producer=me, epoch=position.epoch, bundle=node.bundle)
-            )
+            groups.append(to_group(rollout, epoch=position.epoch, bundle=node.bundle))
     if len(groups) < count:
         raise BenchError(f"only {len(groups)} of {len(refs)} groups are informative, {count} are wanted")
     return groups[:count]
 
 
-def as_json(group: RolloutGroup) -> bytes:
-    """The group as a JSON protocol would send it: named fields, ids as numbers, log-probabilities to 4 digits."""
-    plain = _named(group)
+def as_json(group: RolloutGroup, swarm: bytes, producer: str) -> bytes:
+    """The group as a JSON protocol would send it: named fields, ids as numbers, log-probabilities to 4 digits.
+
+    Unsigned, so it has to name its swarm and producer, which our envelope and announcement say.
+    """
+    plain = {"swarm": swarm.hex(), "producer": producer, **_named(group)}
     for packed, completion in zip(group.completions, plain["completions"], strict=True):
         completion["token_ids"] = unpack_token_ids(packed.token_ids)
         completion["logprobs"] = [round(value, 4) for value in unpack_logprobs(packed.logprobs)]
     return _compact(plain)
 
 
-def around_as_json(group: RolloutGroup) -> bytes:
+def around_as_json(group: RolloutGroup, swarm: bytes) -> bytes:
     """Its announcement and the request for it, as JSON too; no signature, sender or expiry."""
-    announcement = announcement_of(group, b"")
+    announcement = announcement_of(group, b"", swarm)
     return _compact(_named(announcement)) + _compact(_named(BatchRequest((announcement.group,))))
 
 

@@ -124,8 +124,9 @@ def test_answers_are_right(name: str) -> None:
 
 def test_json_says_all_that_the_group_says() -> None:
     one = Completion((Turn("assistant", "4"),), "stop", 2, 1.0, pack_token_ids([36, 2]), pack_logprobs([-0.5, -0.25]))
-    group = RolloutGroup(bytes(32), "12D3KooW", 3, TaskRef("chain_sum", "1", 5, 6), "tiny", bytes(32), 7, (one,) * 8)
-    plain = json.loads(as_json(group))
+    group = RolloutGroup(3, TaskRef("chain_sum", "1", 5, 6), "tiny", bytes(32), 7, (one,) * 8)
+    plain = json.loads(as_json(group, bytes(32), "12D3KooW"))
+    assert (plain["swarm"], plain["producer"], plain["epoch"]) == ("00" * 32, "12D3KooW", 3)
     assert plain["task"] == {"environment": "chain_sum", "version": "1", "seed": 5, "index": 6}
     assert plain["completions"][0] == {
         "turns": [{"role": "assistant", "text": "4"}],
@@ -135,7 +136,7 @@ def test_json_says_all_that_the_group_says() -> None:
         "token_ids": [36, 2],
         "logprobs": [-0.5, -0.25],
     }
-    assert b'"reward_std":0.0' in around_as_json(group)
+    assert b'"reward_std":0.0' in around_as_json(group, bytes(32))
 
 
 @pytest.mark.model

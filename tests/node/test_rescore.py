@@ -38,7 +38,7 @@ def bundle(tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFac
 
 def group(*texts: str, tokens: int = 2) -> RolloutGroup:
     completions = tuple(Completion((Turn("assistant", text),), "stop", tokens, 0.0) for text in texts)
-    return RolloutGroup(bytes(32), "12D3KooW", 0, TaskRef("any", "1", 0, 0), "tiny", b"", 0, completions)
+    return RolloutGroup(0, TaskRef("any", "1", 0, 0), "tiny", b"", 0, completions)
 
 
 async def test_rewards_are_those_of_the_own_scorer(bundle: ModelBundle) -> None:

@@ -42,8 +42,6 @@ def foreign_groups(home: Home, manifest: Manifest, count: int) -> None:
         texts = ("even", "odd", "four", f"answer {slot}")
         rewards = tuple(float(len(text) % 2 == 0) for text in texts)
         group = RolloutGroup(
-            swarm=manifest.digest,
-            producer=producer.peer_id,
             epoch=epoch,
             task=task,
             model="another",

@@ -48,8 +48,6 @@ class Swarm:
             for number in range(8)
         )
         group = RolloutGroup(
-            swarm=self.manifest.digest,
-            producer=self.me.peer_id,
             epoch=1,
             task=own_task(self.manifest, 1, self.me.peer_id, slot),
             model="SmolLM2-135M-Instruct",
@@ -72,7 +70,7 @@ class Swarm:
 
     def announcement(self, group: RolloutGroup, raw: bytes, **changes: Any) -> Announcement:
         announcement = Announcement(
-            swarm=group.swarm,
+            swarm=self.manifest.digest,
             group=digest_of(raw),
             size=len(raw),
             epoch=group.epoch,

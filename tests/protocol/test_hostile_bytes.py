@@ -49,8 +49,8 @@ def try_everything(swarm: Any, raw: bytes, announced: Any = None) -> None:
 
 
 @given(st.binary(max_size=600))
-@example(b"\x97\x01" + b"\x91" * 5000)
-@example(b"\x97\x01\xdd\xff\xff\xff\xff")
+@example(b"\x97\x02" + b"\x91" * 5000)
+@example(b"\x97\x02\xdd\xff\xff\xff\xff")
 def test_random_bytes(swarm: Any, raw: bytes) -> None:
     try_everything(swarm, raw)
 
@@ -67,8 +67,8 @@ def test_mutated_sealed_bytes(swarm: Any, edits: list[tuple[int, int, str]]) -> 
 
 
 @given(st.binary(max_size=300) | VALUES.map(msgspec.msgpack.encode), st.sampled_from(Domain))
-@example(b"\x98" + b"\x91" * 5000, Domain.group)
-@example(b"\x98" + b"\xdd\xff\xff\xff\xff" * 3, Domain.group)
+@example(b"\x96" + b"\x91" * 5000, Domain.group)
+@example(b"\x96" + b"\xdd\xff\xff\xff\xff" * 3, Domain.group)
 def test_validly_signed_garbage(swarm: Any, payload: bytes, domain: Domain) -> None:
     try_everything(swarm, swarm.seal(payload, domain))
 

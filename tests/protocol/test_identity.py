@@ -27,11 +27,11 @@ def test_signatures_are_those_of_libp2p() -> None:
 def test_verify_wants_key_data_and_signature_to_agree() -> None:
     identity, other = Identity.generate(), Identity.generate()
     signature = identity.sign(b"data")
-    assert verify(identity.peer_id, b"data", signature)
-    assert not verify(identity.peer_id, b"date", signature)
-    assert not verify(other.peer_id, b"data", signature)
-    assert not verify(identity.peer_id, b"data", signature[:-1])
-    assert not verify("QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N", b"data", signature)
+    assert verify(identity.public_key, b"data", signature)
+    assert not verify(identity.public_key, b"date", signature)
+    assert not verify(other.public_key, b"data", signature)
+    assert not verify(identity.public_key, b"data", signature[:-1])
+    assert not verify(identity.public_key[:-1], b"data", signature)
 
 
 @pytest.mark.parametrize("key", [bytes(32), b"\xff" * 32, bytes(range(32))])

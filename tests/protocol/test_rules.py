@@ -46,7 +46,7 @@ def test_a_good_announcement_and_its_group_are_admitted(swarm: Any) -> None:
     raw = swarm.seal(group)
     announcement = swarm.announcement(group, raw)
     sealed = swarm.seal(announcement, Domain.announcement)
-    assert len(sealed) < 400
+    assert len(sealed) < 300
     opened, heard_announcement = swarm.hear(sealed)
     assert (opened.producer, heard_announcement) == (swarm.me.peer_id, announcement)
     opened, admitted = swarm.admit(raw, announcement)
@@ -136,7 +136,6 @@ def test_the_size_of_a_body_is_capped_before_it_is_hashed(swarm: Any) -> None:
 
 def test_producer_signer_and_announcer_are_one(swarm: Any) -> None:
     group = swarm.group()
-    assert pulled(swarm, swarm.group(producer=swarm.other.peer_id))[0] is Reason.wrong_producer
     assert pulled(swarm, group, producer=swarm.other.peer_id)[0] is Reason.wrong_producer
     raw = swarm.seal(group, by=swarm.other)
     assert refusal(swarm.admit, raw, swarm.announcement(group, raw))[0] is Reason.wrong_producer
@@ -152,7 +151,9 @@ def test_a_group_is_admitted_once(swarm: Any) -> None:
 
 
 def test_swarm_and_epoch_of_a_body(swarm: Any) -> None:
-    assert pulled(swarm, swarm.group(swarm=OTHER_SWARM))[0] is Reason.wrong_swarm
+    elsewhere = embedded_manifest("other", swarm.manifest.genesis)
+    foreign = swarm.group(task=own_task(elsewhere, 1, swarm.me.peer_id, 0))
+    assert pulled(swarm, foreign)[0] is Reason.unassigned_task, "its seed is another swarm's"
     task = own_task(swarm.manifest, 2, swarm.me.peer_id, 0)
     assert pulled(swarm, swarm.group(epoch=2, task=task))[0] is Reason.from_future
     # epoch 1 ends at +1200 s and its groups live 1800 s longer at most, however they are re-sealed
@@ -321,8 +322,8 @@ def test_a_sealed_group_is_at_most_half_of_its_json(swarm: Any) -> None:
     task = group.task
     as_json = json.dumps(
         {
-            "swarm": group.swarm.hex(),
-            "producer": group.producer,
+            "swarm": swarm.manifest.digest.hex(),
+            "producer": swarm.me.peer_id,
             "epoch": group.epoch,
             "task": {name: getattr(task, name) for name in task.__struct_fields__},
             "model": group.model,
@@ -332,13 +333,17 @@ def test_a_sealed_group_is_at_most_half_of_its_json(swarm: Any) -> None:
         },
         separators=(",", ":"),
     )
-    assert len(swarm.seal(group)) <= len(as_json) / 2
+    raw = swarm.seal(group)
+    announced = swarm.seal(swarm.announcement(group, raw), Domain.announcement)
+    assert len(raw) <= len(as_json) / 2.5
+    assert len(raw) + len(announced) <= len(as_json) / 2
 
 
-@pytest.mark.parametrize("fraction", [0.0, 0.0004, 0.0005, 0.00051, 0.4999, 0.9995])
-def test_rounding_to_milliseconds_never_outlives_the_manifest(swarm: Any, fraction: float) -> None:
+@pytest.mark.parametrize("fraction", [0.0, 0.0004, 0.4999, 0.5, 0.9995])
+def test_rounding_to_seconds_never_outlives_the_manifest(swarm: Any, fraction: float) -> None:
     group = swarm.group()
     start = swarm.now - 5 + fraction
     times = {"issued": start, "expires": start + swarm.manifest.caps.group_ttl_seconds}
     raw = swarm.seal(group, **times)
-    swarm.hear(swarm.seal(swarm.announcement(group, raw), Domain.announcement, **times))
+    opened, _ = swarm.hear(swarm.seal(swarm.announcement(group, raw), Domain.announcement, **times))
+    assert (opened.issued, opened.expires) == (int(start), int(start) + swarm.manifest.caps.group_ttl_seconds)

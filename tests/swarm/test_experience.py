@@ -119,8 +119,6 @@ def test_bodies_of_own_and_admitted_live_groups_are_served(store: ExperienceStor
 def test_a_stored_group_can_be_decoded_after_it_expired(store: ExperienceStore, clock: Clock) -> None:
     completion = Completion((Turn("assistant", "42"),), "stop", 2, 1.0)
     group = RolloutGroup(
-        b"s" * 32,
-        IDENTITY.peer_id,
         3,
         record(1).task,
         "tiny",
