@@ -170,9 +170,7 @@ class Loop:
         """Hand own groups to the exchange, which never waits for the network."""
         p = self.parts
         for rollout in own:
-            group = to_group(
-                rollout, swarm=p.manifest.digest, producer=p.peer_id, epoch=self.position.epoch, bundle=p.bundle
-            )
+            group = to_group(rollout, epoch=self.position.epoch, bundle=p.bundle)
             try:
                 p.exchange.publish(group)
             except (Rejected, StoreError) as refused:
