@@ -47,31 +47,81 @@ class RolloutConfig(Section):
 
 
 class TrainConfig(Section):
+    """Names, formulas and sources of the algorithms: docs/algorithms.md."""
+
+    # the optimizer, and how a batch becomes its steps
     learning_rate: float = Field(1e-5, gt=0, le=1, description="AdamW peak learning rate")
     betas: Annotated[tuple[Decay, Decay], BeforeValidator(split_commas)] = Field((0.9, 0.95), description="AdamW betas")
     weight_decay: float = Field(0.0, ge=0, description="AdamW weight decay")
     warmup_steps: int = Field(5, ge=0, description="linear warm-up, in steps")
     max_grad_norm: float = Field(1.0, gt=0, description="gradient clipping by global norm")
-    advantage: Literal["grpo", "dr_grpo", "rloo"] = Field("grpo", description="advantage estimator")
-    loss: Literal["dapo", "ppo", "gspo", "cispo", "reinforce"] = Field("dapo", description="policy loss")
+    tokens_per_micro_batch: int = Field(768, ge=64, description="token budget of one forward and backward")
+    mini_batches: int = Field(1, ge=1, le=256, description="optimizer steps that a batch's groups are dealt to")
+    passes: int = Field(1, ge=1, le=64, description="times a batch is gone through")
+
+    # advantages
+    advantage: Literal[
+        "grpo",
+        "dr_grpo",
+        "rloo",
+        "opo",
+        "gdpo",
+        "reinforce_pp",
+        "reinforce_pp_baseline",
+        "gae",
+        "turn_gae",
+        "bilevel_gae",
+        "gigpo",
+    ] = Field("grpo", description="advantage estimator; the gae ones train a critic")
+    gamma: float = Field(1.0, gt=0, le=1, description="discount from token to token of reinforce_pp and gae")
+    turn_gamma: float = Field(1.0, gt=0, le=1, description="discount from turn to turn of turn_gae and bilevel_gae")
+    gae_lambda: float = Field(1.0, ge=0, le=1, description="lambda of gae, turn_gae and bilevel_gae")
+    gdpo_parts: Texts = Field(("reward", "parsed"), description="reward components of gdpo")
+    critic_learning_rate: float = Field(0.02, gt=0, le=1, description="about how far a value moves in one step")
+    critic_clip: float = Field(0.2, gt=0, description="how far a value may get from the one before the update")
+
+    # losses
+    loss: Literal["dapo", "ppo", "gspo", "cispo", "soft_gate", "gmpo", "gpg", "reinforce"] = Field(
+        "dapo", description="policy loss"
+    )
     clip_low: float = Field(0.2, gt=0, lt=1, description="lower clip of dapo and ppo, distance from 1")
     clip_high: float = Field(0.28, gt=0, description="upper clip of dapo and ppo, distance from 1")
+    dual_clip: float = Field(3.0, gt=1, description="dual clip c for negative advantages")
     gspo_clip_low: float = Field(3e-4, gt=0, lt=1, description="lower clip of gspo's sequence ratio, distance from 1")
     gspo_clip_high: float = Field(4e-4, gt=0, description="upper clip of gspo's sequence ratio, distance from 1")
     cispo_clip_low: float = Field(1.0, ge=0, le=1, description="lower clip of cispo's weight, distance from 1")
     cispo_clip_high: float = Field(4.0, gt=0, description="upper clip of cispo's weight, distance from 1")
-    dual_clip: float = Field(3.0, gt=1, description="dual clip c for negative advantages")
+    soft_gate_positive: float = Field(1.0, gt=0, description="temperature tau of soft_gate where the advantage is > 0")
+    soft_gate_negative: float = Field(1.05, gt=0, description="temperature tau of soft_gate elsewhere")
+    gmpo_clip_low: float = Field(0.4, gt=0, description="lower clip of gmpo's log-ratio, distance from 0")
+    gmpo_clip_high: float = Field(0.4, gt=0, description="upper clip of gmpo's log-ratio, distance from 0")
     aggregation: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"] = Field(
         "token-mean", description="how token losses become one number"
     )
     aggregation_constant: float = Field(1024.0, gt=0, description="divisor of seq-mean-token-sum-norm")
-    correction: Literal["none", "tis"] = Field("tis", description="rollout-training mismatch correction")
+    entropy_coefficient: float = Field(0.0, ge=0, description="weight of the entropy bonus")
+
+    # corrections
+    correction: Literal["none", "tis", "tis-sequence", "icepop", "mis", "mis-sequence", "mis-geometric"] = Field(
+        "tis", description="rollout-training mismatch correction"
+    )
     tis_cap: float = Field(2.0, ge=1, description="C of truncated importance sampling")
+    icepop_low: float = Field(0.5, ge=0, le=1, description="alpha of icepop: smallest ratio that is kept")
+    icepop_high: float = Field(5.0, ge=1, description="beta of icepop: largest ratio that is kept")
+    mis_low: float = Field(0.5, ge=0, le=1, description="smallest ratio that mis keeps")
+    mis_high: float = Field(2.0, ge=1, description="largest ratio that mis keeps")
+    mis_veto: float = Field(1e-4, ge=0, lt=1, description="token ratio below which mis drops the whole completion")
+    opsm_delta: float = Field(0.0, ge=0, description="off-policy sequence masking beyond this drift; 0: off")
+    foreign_negatives: Literal["full", "truncated"] = Field(
+        "full", description="truncated: TOPR's weight min(ratio, 1) for foreign tokens of negative advantage"
+    )
+
+    # the reference
     kl_coefficient: float = Field(
         0.0, ge=0, description="weight of KL to the frozen reference; 0: no reference is kept"
     )
-    kl_estimator: Literal["k1", "k2", "k3"] = Field("k3", description="KL estimator")
-    tokens_per_micro_batch: int = Field(768, ge=64, description="token budget of one forward and backward")
+    kl_estimator: Literal["k1", "k2", "k3", "k3+"] = Field("k3", description="KL estimator")
+    kl_in: Literal["loss", "reward"] = Field("loss", description="where the KL counts")
 
 
 class SwarmConfig(Section):

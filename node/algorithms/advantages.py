@@ -1,12 +1,15 @@
-"""Advantages: how much better an answer was than the others to the same task."""
+"""Advantages of whole completions: how much better an answer was than the others to the same task.
 
-from collections.abc import Callable
+Those that differ from token to token are in node/algorithms/returns.py; node/algorithms/estimate.py chooses.
+"""
+
+from collections.abc import Callable, Hashable, Sequence
 
 import torch
 from torch import Tensor
 
 Advantage = Callable[[Tensor, Tensor], Tensor]
-"""(scores [n], lengths [n] in tokens) of one group -> advantages [n]. All 0 where a group teaches nothing."""
+"""(scores [n], lengths [n] in trained tokens) of one group -> advantages [n]. All 0 where a group teaches nothing."""
 
 
 def centred(scores: Tensor) -> Tensor:
@@ -30,19 +33,42 @@ def rloo(scores: Tensor, lengths: Tensor) -> Tensor:
     return centred(scores) * (n / max(1, n - 1))
 
 
-ADVANTAGES: dict[str, Advantage] = {"grpo": grpo, "dr_grpo": dr_grpo, "rloo": rloo}
+def opo(scores: Tensor, lengths: Tensor) -> Tensor:
+    """R - sum(length R) / sum(length): the baseline of least variance (OPO, arXiv 2505.23585). Nothing trained: 0."""
+    if not scores.max() > scores.min() or not lengths.any():
+        return torch.zeros_like(scores)
+    return scores - (lengths * scores).sum() / lengths.sum()
 
 
-def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
-    """Advantages and returns (advantage + value) of one sequence, both [T], 0 outside `mask`.
+ADVANTAGES: dict[str, Advantage] = {"grpo": grpo, "dr_grpo": dr_grpo, "rloo": rloo, "opo": opo}
 
-    Generalised advantage estimation (arXiv 1506.02438): delta = r + gamma V' - V, A = delta + gamma lam A', where the
-    primed ones are of the next token in `mask`; tokens of tools and environments between two are as if not there.
-    `values` is [T], the critic's estimate before each token; after the last one it is 0.
+
+def gdpo(parts: Tensor) -> Tensor:
+    """Sum over reward components of each one's `grpo`, so that none drowns the others (GDPO, arXiv 2601.05242).
+
+    parts [n, K] of one group -> [n]. The paper's last step, whitening over the batch, is the caller's.
     """
-    advantages = torch.zeros_like(values)
-    following = carried = values.new_zeros(())
-    for t in reversed(torch.nonzero(mask).flatten().tolist()):
-        carried = rewards[t] + gamma * following - values[t] + gamma * lam * carried
-        advantages[t], following = carried, values[t]
-    return advantages, torch.where(mask, advantages + values, 0)
+    return torch.stack([grpo(part, part) for part in parts.unbind(1)]).sum(0)
+
+
+def gigpo(
+    scores: Tensor, states: Sequence[Sequence[Hashable]], *, gamma: float = 0.95, step_weight: float = 1.0
+) -> list[Tensor]:
+    """Advantages of every turn: the episode's, and that of the turn among all turns begun in the same state.
+
+    `scores` [n] of one group; `states[i]` names the state before each turn of episode i. A turn's return is
+    gamma^(turns left) R; returns of one state are normalised as `grpo` does, 0 where a state was met once.
+    Returns [turns of i] for each episode i (GiGPO, arXiv 2505.10978).
+    """
+    episode = grpo(scores, scores)
+    returns = [score * gamma ** torch.arange(len(met) - 1, -1, -1) for score, met in zip(scores, states, strict=True)]
+    by_state: dict[Hashable, list[tuple[int, int]]] = {}
+    for i, met in enumerate(states):
+        for turn, state in enumerate(met):
+            by_state.setdefault(state, []).append((i, turn))
+    advantages = [episode[i].repeat(len(met)) for i, met in enumerate(states)]
+    for places in by_state.values():
+        values = torch.stack([returns[i][turn] for i, turn in places])
+        for (i, turn), advantage in zip(places, grpo(values, values), strict=True):
+            advantages[i][turn] += step_weight * advantage
+    return advantages

@@ -80,15 +80,58 @@ def cispo(
     return TokenLosses(-held * advantages * logprobs, held != ratio)
 
 
-LOSSES: dict[str, Loss] = {"ppo": clip, "dapo": clip, "reinforce": reinforce, "gspo": gspo, "cispo": cispo}
+def soft_gate(
+    logprobs: Tensor, old: Tensor, advantages: Tensor, sequence: Tensor, mask: Tensor, config: TrainConfig
+) -> TokenLosses:
+    """-4/tau sigmoid(tau (r - 1)) A, tau of its own for A <= 0: a ratio far from 1 fades out instead of being cut.
+
+    Soft Adaptive Policy Optimization (arXiv 2511.20347); meant for the aggregation seq-mean-token-mean.
+    """
+    ratio = log_ratio(logprobs, old).exp()
+    tau = torch.where(advantages > 0, config.soft_gate_positive, config.soft_gate_negative).to(ratio.dtype)
+    gate = 4 / tau * torch.sigmoid(tau * (ratio - 1))
+    return TokenLosses(-gate * advantages, torch.zeros_like(mask))
+
+
+def gmpo(
+    logprobs: Tensor, old: Tensor, advantages: Tensor, sequence: Tensor, mask: Tensor, config: TrainConfig
+) -> TokenLosses:
+    """-A times the geometric mean of the ratios of a sequence, each clipped to [e^-lo, e^hi] on the side A pushes to.
+
+    GMPO (arXiv 2507.20673). Every token carries its sequence's loss: meant for the aggregation seq-mean-token-mean.
+    """
+    advantage = sequence_mean(advantages, sequence, mask)[sequence]
+    raw = log_ratio(logprobs, old)
+    held = raw.clamp(-config.gmpo_clip_low, config.gmpo_clip_high)
+    kept = torch.where(advantage > 0, torch.minimum(raw, held), torch.maximum(raw, held))
+    ratio = sequence_mean(kept, sequence, mask).exp()[sequence]
+    return TokenLosses(-advantage * ratio, kept != raw)
+
+
+LOSSES: dict[str, Loss] = {
+    "ppo": clip,
+    "dapo": clip,
+    "reinforce": reinforce,
+    # GPG (arXiv 2504.02546) is -A logp with R - mean, scaled up for groups that teach nothing: `token_weights` does
+    # that already, because such groups are not in the step
+    "gpg": reinforce,
+    "gspo": gspo,
+    "cispo": cispo,
+    "soft_gate": soft_gate,
+    "gmpo": gmpo,
+}
+
+
+def sequence_sum(values: Tensor, sequence: Tensor, mask: Tensor) -> Tensor:
+    """Sum over the trained tokens of each sequence; [N], of which the first entries are used (0 without tokens)."""
+    # N bounds the number of sequences without asking the device for it
+    return torch.zeros_like(values).index_add(0, sequence, values.masked_fill(~mask, 0))
 
 
 def sequence_mean(values: Tensor, sequence: Tensor, mask: Tensor) -> Tensor:
     """Mean over the trained tokens of each sequence; [N], of which the first entries are used (0 without tokens)."""
-    # N bounds the number of sequences without asking the device for it
-    sums = torch.zeros_like(values).index_add(0, sequence, values.masked_fill(~mask, 0))
-    counts = torch.zeros_like(values).index_add(0, sequence, mask.to(values.dtype))
-    return sums / counts.clamp(min=1)
+    counts = sequence_sum(torch.ones_like(values), sequence, mask)
+    return sequence_sum(values, sequence, mask) / counts.clamp(min=1)
 
 
 def token_weights(sequence: Tensor, mask: Tensor, aggregation: str, constant: float) -> Tensor:
@@ -115,13 +158,24 @@ def token_weights(sequence: Tensor, mask: Tensor, aggregation: str, constant: fl
 def kl_to_reference(logprobs: Tensor, reference: Tensor, estimator: str) -> Tensor:
     """Estimate of KL(policy || reference) token by token, [N] (Schulman, 'Approximating KL divergence', 2020).
 
-    With d = reference - logp clamped to +-20: `k1` -d, `k2` d^2/2, `k3` e^d - d - 1. Raises ValueError for others.
+    With d = reference - logp clamped to +-20: `k1` -d, `k2` d^2/2, `k3` e^d - d - 1, and `k3+` the value of k3 with
+    the gradient of k2, which is that of the KL. Raises ValueError for others.
     """
     d = log_ratio(reference, logprobs)
     if estimator == "k1":
         return -d
+    k2 = d.square() / 2
     if estimator == "k2":
-        return d.square() / 2
+        return k2
+    k3 = d.exp() - d - 1
     if estimator == "k3":
-        return d.exp() - d - 1
+        return k3
+    if estimator == "k3+":
+        return k2 - k2.detach() + k3.detach()
     raise ValueError(f"unknown KL estimator {estimator!r}")
+
+
+def value_loss(values: Tensor, old: Tensor, returns: Tensor, clip: float) -> Tensor:
+    """max((V - G)^2, (V held within `clip` of its old value - G)^2) / 2 token by token, [N] (PPO implementations)."""
+    held = old + (values - old).clamp(-clip, clip)
+    return torch.maximum((values - returns).square(), (held - returns).square()) / 2

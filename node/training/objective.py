@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
-from node.algorithms.corrections import effective_sample_size, tis_weights
+from node.algorithms.corrections import CORRECTIONS, effective_sample_size
 from node.algorithms.losses import LOSSES, kl_to_reference, token_weights
 from node.config import TrainConfig
 from node.interfaces import TrainGroup, UpdateStats
@@ -70,10 +70,9 @@ class StepObjective:
         mask, advantages, mu = self.mask[at], self.advantages[at], self.mu[at]
         old = logprobs.detach()
         losses, clipped = LOSSES[config.loss](logprobs, old, advantages, sequence, mask, config)
-        if config.correction == "tis":
-            correction = tis_weights(old, torch.where(mu.isnan(), old, mu), config.tis_cap)
-            losses = losses * correction
-            self.correction[at] = correction
+        weight = CORRECTIONS[config.correction](old, torch.where(mu.isnan(), old, mu), sequence, mask, config)
+        losses = losses * weight
+        self.correction[at] = weight
         if reference is not None:
             kl = kl_to_reference(logprobs, reference, config.kl_estimator)
             losses = losses + config.kl_coefficient * kl

@@ -6,9 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from node.algorithms.advantages import ADVANTAGES, gae
-from node.algorithms.corrections import tis_weights
+from node.algorithms.advantages import ADVANTAGES
+from node.algorithms.corrections import CORRECTIONS
 from node.algorithms.losses import LOSSES, token_weights
+from node.algorithms.returns import gae
 from node.config import TrainConfig
 
 GOLDEN = json.loads((Path(__file__).parent / "golden.json").read_text())
@@ -49,7 +50,9 @@ def test_losses_with_default_settings(entry: str, loss: str, aggregation: str) -
 
 def test_truncated_importance_weights() -> None:
     data = GOLDEN["corrections"]
-    weights = tis_weights(flat(data["old"]), flat(data["mu"]), cap=2.0) * flat(data["mask"])
+    mask = flat(data["mask"])
+    sequence = torch.arange(len(data["mask"])).repeat_interleave(len(data["mask"][0]))
+    weights = CORRECTIONS["tis"](flat(data["old"]), flat(data["mu"]), sequence, mask.bool(), TrainConfig()) * mask
     torch.testing.assert_close(weights, flat(data["tis_token_C2"]), **TOLERANCE)
 
 

@@ -7,11 +7,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from node.algorithms.losses import LOSSES, kl_to_reference, sequence_mean, token_weights
+from node.algorithms.losses import LOSSES, kl_to_reference, sequence_mean, token_weights, value_loss
 from node.config import TrainConfig
 
 AGGREGATIONS = get_args(TrainConfig.model_fields["aggregation"].annotation)
 CONFIG = TrainConfig()
+K3 = math.exp(-0.5) - 0.5
 
 
 def one(loss: str, log_ratio: float, advantage: float, config: TrainConfig = CONFIG) -> tuple[float, bool]:
@@ -102,16 +103,79 @@ def test_gspo_weighs_every_token_with_the_ratio_of_its_sequence() -> None:
     assert logprobs.grad[mask].tolist() == pytest.approx([-s, -s, 0])
 
 
+def test_soft_gate_fades_on_both_sides() -> None:
+    assert one("soft_gate", 0.0, 1.0) == (pytest.approx(-2), False)  # 4 sigmoid(0)
+    assert one("soft_gate", math.log(3), 1.0)[0] == pytest.approx(-4 / (1 + math.exp(-2)), abs=1e-5)
+    assert one("soft_gate", math.log(3), -1.0)[0] == pytest.approx(4 / 1.05 / (1 + math.exp(-2.1)), abs=1e-5)
+    config = TrainConfig(soft_gate_positive=2.0, soft_gate_negative=4.0)
+    assert one("soft_gate", math.log(2), 1.0, config)[0] == pytest.approx(-2 / (1 + math.exp(-2)), abs=1e-5)
+    assert one("soft_gate", math.log(2), -1.0, config)[0] == pytest.approx(1 / (1 + math.exp(-4)), abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "expected", "clipped"),
+    [
+        (1.2, 2.0, -2.4, False),
+        (3.0, 2.0, -2 * math.exp(0.4), True),
+        (0.1, 2.0, -0.2, False),
+        (0.1, -2.0, 2 * math.exp(-0.4), True),
+        (3.0, -2.0, 6.0, False),
+    ],
+)
+def test_gmpo_clips_the_side_the_advantage_pushes_to(
+    ratio: float, advantage: float, expected: float, clipped: bool
+) -> None:
+    assert one("gmpo", math.log(ratio), advantage) == (pytest.approx(expected, abs=1e-5), clipped)
+
+
+def test_gmpo_is_the_geometric_mean_of_a_sequence() -> None:
+    logprobs, old = torch.tensor([-0.8, -1.1, -9.0, -2.0]), torch.tensor([-1.0, -1.0, -1.0, -2.1])
+    sequence, mask = torch.tensor([0, 0, 0, 1]), torch.tensor([True, True, False, True])
+    advantages = torch.tensor([1.0, 3.0, 9.0, -1.0])  # of a sequence: their mean over its trained tokens
+    found = LOSSES["gmpo"](logprobs, old, advantages, sequence, mask, CONFIG).loss
+    assert found[mask].tolist() == pytest.approx([-2 * math.exp(0.05)] * 2 + [math.exp(0.1)])
+
+
+def test_values_move_no_further_than_the_clip() -> None:
+    values, old, returns = torch.tensor([0.5, 1.0, 0.2]), torch.tensor([0.5, 0.5, 0.5]), torch.tensor([1.0, 1.0, 0.0])
+    values.requires_grad_()
+    found = value_loss(values, old, returns, 0.2)
+    assert found.tolist() == pytest.approx([0.125, 0.045, 0.045])
+    assert torch.autograd.grad(found.sum(), values)[0].tolist() == pytest.approx([-0.5, 0, 0])
+
+
 # -- gradients -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("loss", ["ppo", "reinforce"])
+@pytest.mark.parametrize("loss", ["ppo", "reinforce", "soft_gate", "gmpo"])
 @pytest.mark.parametrize("seed", range(3))
 def test_gradients_equal_finite_differences(loss: str, seed: int) -> None:
     tokens = batch(seed)
     weights = token_weights(tokens["sequence"], tokens["mask"], "token-mean", 1.0).double()
     logprobs = tokens["logprobs"].requires_grad_()
     assert torch.autograd.gradcheck(lambda x: total(loss, weights, {**tokens, "logprobs": x}), (logprobs,))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_cispo_gradient_equals_finite_differences_at_a_fixed_weight(seed: int) -> None:
+    tokens = batch(seed)
+    weights = token_weights(tokens["sequence"], tokens["mask"], "token-mean", 1.0).double()
+    held = (tokens["logprobs"] - tokens["old"]).exp().clamp(0, 5)
+    logprobs = tokens["logprobs"].requires_grad_()
+
+    def surrogate(x: Tensor) -> Tensor:
+        return (weights * -held * tokens["advantages"] * x).sum()
+
+    assert torch.autograd.gradcheck(surrogate, (logprobs,))
+    (found,) = torch.autograd.grad(total("cispo", weights, {**tokens, "logprobs": logprobs}), logprobs)
+    torch.testing.assert_close(found, torch.autograd.grad(surrogate(logprobs), logprobs)[0])
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+def test_kl_and_value_gradients_equal_finite_differences(estimator: str) -> None:
+    logprobs, reference = batch(1)["logprobs"].requires_grad_(), batch(1)["old"]
+    assert torch.autograd.gradcheck(lambda x: kl_to_reference(x, reference, estimator).sum(), (logprobs,))
+    assert torch.autograd.gradcheck(lambda x: value_loss(x, reference, reference + 0.3, 0.2).sum(), (logprobs,))
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -136,7 +200,8 @@ def test_gspo_gradient_is_the_sequence_surrogates(seed: int) -> None:
 def test_on_policy_every_loss_has_the_policy_gradient(loss: str) -> None:
     tokens = batch(0)
     tokens["logprobs"] = tokens["old"].clone().requires_grad_()
-    weights = token_weights(tokens["sequence"], tokens["mask"], "token-mean", 1.0).double()
+    tokens["advantages"] = tokens["advantages"].abs()  # the tau of soft_gate is 1 there
+    weights = token_weights(tokens["sequence"], tokens["mask"], "seq-mean-token-mean", 1.0).double()
     (found,) = torch.autograd.grad(total(loss, weights, tokens), tokens["logprobs"])
     torch.testing.assert_close(found, -weights * tokens["advantages"])
 
@@ -224,7 +289,8 @@ def test_padding_changes_neither_loss_nor_gradient(loss: str, aggregation: str) 
 
 
 @pytest.mark.parametrize(
-    ("estimator", "expected"), [("k1", [0.5, 0.0]), ("k2", [0.125, 0.0]), ("k3", [math.exp(-0.5) - 0.5, 0.0])]
+    ("estimator", "expected"),
+    [(name, [value, 0.0]) for name, value in (("k1", 0.5), ("k2", 0.125), ("k3", K3), ("k3+", K3))],
 )
 def test_kl(estimator: str, expected: list[float]) -> None:
     found = kl_to_reference(torch.tensor([-1.0, -2.0]), torch.tensor([-1.5, -2.0]), estimator)
@@ -238,7 +304,7 @@ def test_kl_estimators_are_unbiased(estimator: str) -> None:
     torch.testing.assert_close((policy.exp() * kl_to_reference(policy, reference, estimator)).sum(), exact)
 
 
-@pytest.mark.parametrize("estimator", ["k2", "k3"])
+@pytest.mark.parametrize("estimator", ["k2", "k3", "k3+"])
 def test_kl_pulls_the_policy_to_the_reference(estimator: str) -> None:
     logprobs = torch.tensor([-1.0, -3.0]).requires_grad_()
     (gradient,) = torch.autograd.grad(kl_to_reference(logprobs, torch.tensor([-2.0, -2.0]), estimator).sum(), logprobs)
@@ -246,7 +312,7 @@ def test_kl_pulls_the_policy_to_the_reference(estimator: str) -> None:
 
 
 def test_kl_of_far_apart_policies_stays_finite() -> None:
-    for estimator in ("k1", "k2", "k3"):
+    for estimator in ("k1", "k2", "k3", "k3+"):
         found = kl_to_reference(torch.tensor([-1e4, 0.0]), torch.tensor([0.0, -1e4]), estimator)
         assert torch.isfinite(found).all()
     with pytest.raises(ValueError, match="unknown KL estimator 'k4'"):
