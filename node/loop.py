@@ -147,8 +147,7 @@ class Loop:
 
         if p.config.eval.every and step % p.config.eval.every == 0:
             await self._evaluate()
-        age = p.clock() - self._checkpointed_at
-        if step % p.config.checkpoint.every == 0 or age >= p.config.checkpoint.seconds:
+        if self._checkpoint_is_due():
             await self.checkpoint()
 
     def _own_count(self, available: int) -> int:
@@ -243,6 +242,12 @@ class Loop:
             log.error("step %d is not in the history: %s", record.step, error)
 
     # -- beside the line -------------------------------------------------------------------------------------
+
+    def _checkpoint_is_due(self) -> bool:
+        """By steps or by age, whichever comes first: a start repeats what was trained since, and must not take long."""
+        p = self.parts
+        age = p.clock() - self._checkpointed_at
+        return p.trainer.step % p.config.checkpoint.every == 0 or age >= p.config.checkpoint.seconds
 
     async def checkpoint(self) -> None:
         """Write a full checkpoint. A full disk costs the checkpoint, not the training: the journal goes on."""

@@ -1,6 +1,7 @@
 """The loop's life around a step: recovering from the journal, pausing, and trouble that costs one step only."""
 
 import asyncio
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -16,7 +17,7 @@ from node.device import Device
 from node.history import History
 from node.interfaces import Batch, StepSkipped, UpdateStats
 from node.journal import JournalRecord
-from node.loop import Loop, model_mark
+from node.loop import EVALUATION_RETRIES, Loop, model_mark
 from node.progress import Progress
 from node.scorer import ScorerError
 from protocol.manifest import embedded_manifest
@@ -140,6 +141,27 @@ async def test_a_pause_covers_what_it_holds_up_until_it_is_over(make_loop: Calla
     assert progress.told()[0] == "IDLE"
 
 
+def steps_of_nothing(loop: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def step() -> None:
+        loop.parts.trainer.step += 1
+
+    monkeypatch.setattr(loop, "step", step)
+
+
+def scores_in_turn(monkeypatch: pytest.MonkeyPatch, *outcomes: float | Exception) -> list[float | Exception]:
+    """What each evaluation comes to; the list that is returned holds those to come."""
+    left = list(outcomes)
+
+    async def evaluate(*arguments: object) -> dict[str, float]:
+        outcome = left.pop(0)
+        if isinstance(outcome, Exception):
+            raise outcome
+        return {"a": outcome}
+
+    monkeypatch.setattr("node.loop.held_out", evaluate)
+    return left
+
+
 @pytest.mark.parametrize("trouble", [ScorerError("out of breath"), StoreFull("no room")])
 async def test_a_failed_evaluation_costs_a_score_and_not_the_node(
     make_loop: Callable[..., Loop], monkeypatch: pytest.MonkeyPatch, trouble: Exception
@@ -152,6 +174,114 @@ async def test_a_failed_evaluation_costs_a_score_and_not_the_node(
     await loop.run(0)
     assert loop.parts.history.held_out_start() is None
     assert loop.parts.history.events(None, 1)[0]["message"] == f"step 0 has no held-out score: {trouble}"
+
+
+async def test_a_failed_first_evaluation_is_made_up_for_before_the_first_step(
+    make_loop: Callable[..., Loop], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop = make_loop(FakeTrainer())
+    steps_of_nothing(loop, monkeypatch)
+    left = scores_in_turn(monkeypatch, ScorerError("out of breath"), 0.25, 0.5)
+    await loop.run(3)
+    assert [(found["step"], found["mean"]) for found in loop.parts.history.evaluations()] == [(0, 0.25)]
+    assert left == [0.5]
+
+
+async def test_an_evaluation_that_keeps_failing_is_not_tried_at_every_step(
+    make_loop: Callable[..., Loop], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop = make_loop(FakeTrainer())
+    steps_of_nothing(loop, monkeypatch)
+    left = scores_in_turn(monkeypatch, *[ScorerError("gone")] * 10)
+    await loop.run(8)
+    assert 10 - len(left) == 1 + EVALUATION_RETRIES
+
+
+async def test_the_best_weights_are_those_that_could_be_written(
+    make_loop: Callable[..., Loop], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop = make_loop(FakeTrainer())
+    loop.parts.checkpoints.latest()
+    scores_in_turn(monkeypatch, 0.3, 0.2, 0.9, 0.5, 0.4)
+    full, writes = CheckpointError("no room"), list[int]()
+
+    def export(directory: Path) -> None:
+        writes.append(loop.parts.trainer.step)
+        if loop.parts.trainer.step == 2:
+            raise full
+        (directory / "model.safetensors").write_text("w")
+
+    loop.parts.trainer.export = export  # type: ignore[method-assign]
+    for step in range(5):
+        loop.parts.trainer.step = step
+        await loop._evaluate()
+    assert writes == [2, 3]  # worse than the initial model: no; failed; better than what there is; worse than that
+    assert (loop.parts.checkpoints.find("best").step, loop.parts.checkpoints.best_score()) == (3, 0.5)
+    assert [found["mean"] for found in loop.parts.history.evaluations()] == [0.3, 0.2, 0.9, 0.5, 0.4]
+    assert [event["message"] for event in loop.parts.history.events(None, 9)] == ["no room"]
+
+
+async def test_a_checkpoint_is_due_by_steps_or_by_age(make_loop: Callable[..., Loop]) -> None:
+    loop = make_loop(FakeTrainer())
+    now = 10_000.0
+    loop.parts.clock = lambda: now
+    loop._checkpointed_at = now - 599
+    assert [step for step in range(1, 60) if _due_at(loop, step)] == [25, 50]
+    loop._checkpointed_at = now - 600
+    assert _due_at(loop, 7)
+
+
+def _due_at(loop: Loop, step: int) -> bool:
+    loop.parts.trainer.step = step
+    return loop._checkpoint_is_due()
+
+
+async def test_the_age_of_a_checkpoint_goes_on_over_a_restart(
+    make_loop: Callable[..., Loop], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("node.loop.model_mark", lambda bundle: "a model")
+
+    def write(directory: Path) -> None:
+        (directory / "model").write_text("w")
+
+    saving = CheckpointStore(tmp_path / "checkpoints", 2)
+    saving.latest()
+    os.utime(saving.save(3, write, STATE), (time.time() - 500,) * 2)
+    saving.append(JournalRecord(4, Batch(4, ()), STATE, {"foreign_groups": 0}))
+    loop = make_loop(LoadingTrainer())
+    await loop.recover()
+    assert loop.parts.trainer.step == 4
+    assert 499 < time.time() - loop._checkpointed_at < 560
+    await loop.checkpoint()
+    assert time.time() - loop._checkpointed_at < 30
+
+
+class LoadingTrainer(FakeTrainer):
+    def load(self, directory: Path) -> None:
+        self.step = int(directory.name.removeprefix("step-"))
+
+    def save(self, directory: Path) -> None:
+        (directory / "model").write_text("w")
+
+
+async def test_time_in_a_pause_is_no_age_of_a_step(
+    make_loop: Callable[..., Loop], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop = make_loop(FakeTrainer())
+    loop.parts.history.record_evaluation(0, {"a": 0.5})
+    steps_of_nothing(loop, monkeypatch)
+    now = 1000.0
+    loop.parts.clock = loop.parts.progress.clock = lambda: now
+    loop.parts.progress.last_step_at = now
+    loop.unpaused.clear()
+    running = asyncio.create_task(loop.run(1))
+    await asyncio.sleep(0.05)
+    now = 9000.0
+    assert loop.parts.progress.step_age(now) == 8000.0
+    loop.unpaused.set()
+    await running
+    assert loop.parts.progress.step_age(9004.0) == 4.0
+    assert Progress(time.time, 60.0).step_age(5.0) is None
 
 
 async def test_a_scorer_that_fails_skips_the_step(
