@@ -1,5 +1,12 @@
 """The `shoal` command."""
 
-from node.cli.app import main
+import os
+import sys
+
+try:
+    from node.cli.app import main
+except KeyboardInterrupt:  # before there is anybody to report it: not with a traceback
+    sys.stderr.write("shoal: interrupted\n")
+    os._exit(130)
 
 __all__ = ["main"]

@@ -1,5 +1,11 @@
 """`shoal`: every command, in the order a person meets them."""
 
+import contextlib
+import logging
+import os
+import sys
+from typing import NoReturn
+
 import click
 
 from node.cli.bench import bench
@@ -7,6 +13,7 @@ from node.cli.checkpoint import checkpoint
 from node.cli.config import config, show_id, show_paths
 from node.cli.control import down, health, open_page, pause, resume
 from node.cli.environments import env
+from node.cli.errors import FAILURE
 from node.cli.local import local
 from node.cli.logs import logs
 from node.cli.models import model
@@ -54,6 +61,17 @@ for command in (
 shoal.commands["version"] = shoal.commands.pop("version")  # last in the list
 
 
-def main() -> None:
-    """Entry point of the `shoal` script."""
-    shoal.main()
+def main() -> NoReturn:
+    """Entry point of the `shoal` script: runs the command and ends the process.
+
+    At once, because taking apart what a command has imported (torch) takes seconds, and Ctrl-C should not.
+    """
+    try:
+        shoal.main()
+    except SystemExit as ending:
+        code = ending.code if isinstance(ending.code, int) else FAILURE
+    logging.shutdown()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):  # whoever read it has gone
+            stream.flush()
+    os._exit(code)

@@ -1,11 +1,14 @@
 """`shoal init` and `shoal up`."""
 
+import os
+import signal
 import threading
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import click
 
+from node.cli.errors import INTERRUPTED
 from node.cli.session import Command, Session, with_session
 
 if TYPE_CHECKING:
@@ -60,10 +63,18 @@ def up(session: Session, invite: str | None, open_browser: bool, steps: int | No
     if open_browser:
         threading.Thread(target=open_when_up, args=(home,), daemon=True).start()
     session.start_logging(home.log_path)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, leave_at_once)  # until the daemon has handlers of its own
 
     from node.daemon import run
 
     run(home, settings, steps=steps, stay=stay)
+
+
+def leave_at_once(number: int, frame: object) -> NoReturn:
+    """End the process before there is a daemon. Not by KeyboardInterrupt: raised amid an import it may be ignored."""
+    os.write(2, b"shoal: stopped before training began; what was saved before is untouched\n")
+    os._exit(INTERRUPTED)
 
 
 def enter_swarm(home: "Home", link: str) -> None:

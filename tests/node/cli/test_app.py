@@ -143,3 +143,11 @@ def test_as_a_process(tmp_path: Path) -> None:
         follow.send_signal(signal.SIGINT)
         _, errors = follow.communicate(timeout=10)
     assert (follow.returncode, errors.strip()) == (130, "shoal: interrupted")
+
+
+def test_the_process_ends_without_taking_its_modules_apart(home: Home) -> None:
+    code = "import atexit; atexit.register(print, 'slow'); from node.cli import main; main()"
+    command = [sys.executable, "-c", code, "--home", str(home.path), "paths", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert json.loads(done.stdout)["home"] == str(home.path)  # flushed, though it went to a pipe

@@ -3,8 +3,11 @@
 import base64
 import hashlib
 import json
+import signal
+import subprocess
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +25,7 @@ Run = Callable[..., Result]
 
 
 @pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
+def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[tuple[Any, ...], dict[str, Any]]]]:
     made: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
 
     def record(*args: Any, **options: Any) -> Any:
@@ -32,7 +35,10 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[tuple[Any, ...], dict[s
     for name in ("node.daemon", "node.local", "node.bench"):
         monkeypatch.setitem(sys.modules, name, SimpleNamespace(run=record))
     monkeypatch.setattr(Session, "start_logging", lambda self, file: None)
-    return made
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield made
+    for number, handler in handlers.items():  # `up` takes them for its process
+        signal.signal(number, handler)
 
 
 def test_up_initialises_an_empty_home_and_founds_a_swarm(run: Run, tmp_path: Path, calls: Any) -> None:
@@ -94,3 +100,37 @@ def test_bench_prints_its_result(run: Run, calls: Any) -> None:
     assert json.loads(run("bench", "step", "--json").stdout)["ratio"] == 12.0
     assert run("bench", "step").stdout.split() == ["bench", "step", "ours.seconds", "1.5", "ratio", "12"]
     assert run("bench", "nothing").exit_code == 2
+
+
+STUCK = """
+import sys, time
+
+class Stuck:
+    "An import of node.daemon that takes for ever and swallows what is raised in it, as some do."
+    def find_spec(self, name, path=None, target=None):
+        if name == "node.daemon":
+            print("importing", flush=True)
+            while True:
+                try:
+                    time.sleep(60)
+                except BaseException:
+                    pass
+
+sys.meta_path.insert(0, Stuck())
+from node.cli import main
+main()
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_stop_amid_the_imports_ends_at_once(home: Home, number: int) -> None:
+    command = [sys.executable, "-c", STUCK, "--home", str(home.path), "up"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "importing\n"
+        asked = time.monotonic()
+        process.send_signal(number)
+        _, errors = process.communicate(timeout=30)
+    assert time.monotonic() - asked < 5
+    assert process.returncode == 130
+    assert errors == "shoal: stopped before training began; what was saved before is untouched\n"
