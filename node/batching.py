@@ -20,9 +20,13 @@ BLOCK_OVERHEAD = 4000
 
 
 class TokenTrie:
-    """Token sequences merged by common beginnings. Nodes are numbered in the order of insertion; -1 is the root."""
+    """Token sequences merged by common beginnings. Nodes are numbered in the order of insertion; -1 is the root.
 
-    def __init__(self) -> None:
+    Without `merge`, every sequence gets nodes of its own.
+    """
+
+    def __init__(self, *, merge: bool = True) -> None:
+        self.merge = merge
         self.tokens: list[int] = []
         self.parents: list[int] = []
         self._children: dict[tuple[int, int], int] = {}
@@ -30,8 +34,15 @@ class TokenTrie:
     def __len__(self) -> int:
         return len(self.tokens)
 
+    @property
+    def inner(self) -> int:
+        """How many nodes something follows: what `pack` lays out without leaves."""
+        return len(set(self.parents) - {-1})
+
     def missing(self, ids: Sequence[int]) -> int:
         """How many nodes inserting `ids` would add."""
+        if not self.merge:
+            return len(ids)
         node = -1
         for i, token in enumerate(ids):
             child = self._children.get((node, token))
@@ -42,6 +53,11 @@ class TokenTrie:
 
     def insert(self, ids: Sequence[int]) -> list[int]:
         """Add a sequence; returns its node of each token."""
+        if not self.merge:
+            path = list(range(len(self.tokens), len(self.tokens) + len(ids)))
+            self.tokens += ids
+            self.parents += [-1, *path[:-1]][: len(ids)]
+            return path
         node, path = -1, []
         for token in ids:
             child = self._children.get((node, token))
@@ -63,20 +79,24 @@ class Packed:
     """[T] int64."""
     positions: torch.Tensor
     """[T] int64: depth in the trie, which is the position in the token's own sequence."""
-    parents: torch.Tensor
-    """[T] int64: where the token before it is, -1 for a first token."""
     place: tuple[int, ...]
-    """Trie node -> index in the row."""
+    """Trie node -> index in the row, -1 where it was left out."""
     blocks: tuple[Block, ...]
 
 
-def pack(trie: TokenTrie, device: torch.device) -> Packed:
-    """Lay a trie out as a row, with the attention blocks that give each token its own past."""
+def pack(trie: TokenTrie, device: torch.device, *, leaves: bool = True) -> Packed:
+    """Lay a trie out as a row, with the attention blocks that give each token its own past.
+
+    Without `leaves`, tokens that nothing follows are left out: training reads a token's probability off the token
+    before it, and nothing off the last.
+    """
     count = len(trie)
     children: list[list[int]] = [[] for _ in range(count + 1)]
     for node, parent in enumerate(trie.parents):
         children[parent].append(node)  # the root's children land in the last list: index -1
-    place, depth = [0] * count, [0] * count
+    if not leaves:
+        children = [[node for node in those if children[node]] for those in children]
+    place, depth = [-1] * count, [0] * count
     order: list[int] = []
     starts: list[int] = []  # segments: runs of tokens without branching
     above: list[int] = []  # segment -> the segment it continues, or -1
@@ -94,12 +114,10 @@ def pack(trie: TokenTrie, device: torch.device) -> Packed:
         segment_of[node] = len(starts) - 1
         order.append(node)
         stack.extend(reversed(children[node]))
-    parents = [place[trie.parents[node]] if trie.parents[node] >= 0 else -1 for node in order]
     positions = [depth[node] for node in order]
     return Packed(
         token_ids=torch.tensor([trie.tokens[node] for node in order], device=device),
         positions=torch.tensor(positions, device=device),
-        parents=torch.tensor(parents, device=device),
         place=tuple(place),
         blocks=_blocks(starts, above, positions, device),
     )
@@ -171,10 +189,14 @@ class MicroBatch:
     trie: TokenTrie
 
 
-def micro_batches(groups: Sequence[TrainGroup], members: Sequence[tuple[int, int]], budget: int) -> list[MicroBatch]:
-    """Split sequences into micro-batches of at most `budget` merged tokens (one sequence may exceed it alone).
+def micro_batches(
+    groups: Sequence[TrainGroup], members: Sequence[tuple[int, int]], budget: int, merge: bool = True
+) -> list[MicroBatch]:
+    """Split sequences into micro-batches of at most `budget` merged tokens.
 
-    Sequences are sorted, so that what shares a beginning is merged wherever the budget allows.
+    A sequence of more than half of that may bring `budget // 2` tokens of other branches along: its beginning would
+    be computed again for each of them otherwise. Sequences are sorted, so that what shares a beginning is merged
+    wherever the budget allows.
     """
 
     def ids(member: tuple[int, int]) -> tuple[int, ...]:
@@ -182,14 +204,17 @@ def micro_batches(groups: Sequence[TrainGroup], members: Sequence[tuple[int, int
         return group.prompt_ids + group.sequences[member[1]].token_ids
 
     batches: list[MicroBatch] = []
-    trie = TokenTrie()
+    trie = TokenTrie(merge=merge)
     chosen: list[tuple[int, int]] = []
     paths: list[tuple[int, ...]] = []
+    longest = 0
     for member in sorted(members, key=lambda member: (ids(member), member)):
         sequence = ids(member)
-        if chosen and len(trie) + trie.missing(sequence) > budget:
+        longest = max(longest, len(sequence))
+        room = max(budget, longest + budget // 2) if merge else budget
+        if chosen and len(trie) + trie.missing(sequence) > room:
             batches.append(MicroBatch(tuple(chosen), tuple(paths), trie))
-            trie, chosen, paths = TokenTrie(), [], []
+            trie, chosen, paths, longest = TokenTrie(merge=merge), [], [], len(sequence)
         chosen.append(member)
         paths.append(tuple(trie.insert(sequence)[len(groups[member[0]].prompt_ids) :]))
     if chosen:

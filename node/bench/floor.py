@@ -6,7 +6,7 @@ With L weights in the layers' matrices and H in the output head (embedding looku
     prefill   2 L p            p: distinct tokens of all prompts (common beginnings merged)
     decode    2 L d            d: distinct sampled tokens that are fed back (the last one of a completion is not)
     sampling  2 H (g + d)      g: prompts; each state that a token is drawn from is projected once
-    training  6 L t + 6 H u    t: distinct tokens of the informative groups, prompts and completions;
+    training  6 L t + 6 H u    t: distinct tokens of the informative groups that something follows;
                                u: distinct states that a completion token is read off
 
 Attention's own products, the optimizer, scoring and everything else count nothing, so it is a lower bound.
@@ -52,7 +52,7 @@ def work_of(groups: Sequence[TrainGroup]) -> Work:
             states += 1 + len(answers)
             for sequence in group.sequences:
                 trained.insert(group.prompt_ids + sequence.token_ids)
-    return Work(len(groups), len(prompts), decode, len(trained), states)
+    return Work(len(groups), len(prompts), decode, trained.inner, states)
 
 
 def matrix_weights(model: Any) -> tuple[int, int]:

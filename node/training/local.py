@@ -47,9 +47,12 @@ class _Counts:
 class LocalTrainer:
     """Owns the policy (the bundle's model) and its optimizer. Every method runs on the model thread."""
 
-    def __init__(self, bundle: ModelBundle, config: TrainConfig, *, dumps: Path) -> None:
-        """`dumps`: where a batch that gave a non-finite update is written for inspection."""
-        self.bundle, self.config, self.dumps = bundle, config, dumps
+    def __init__(self, bundle: ModelBundle, config: TrainConfig, *, dumps: Path, merge: bool = True) -> None:
+        """`dumps`: where a batch that gave a non-finite update is written for inspection.
+
+        Without `merge`, every sequence is laid out whole: the same gradients for more work (`shoal bench train`).
+        """
+        self.bundle, self.config, self.dumps, self.merge = bundle, config, dumps, merge
         self.model = bundle.model.eval()
         self.step = 0
         self.budget = config.tokens_per_micro_batch
@@ -137,7 +140,7 @@ class LocalTrainer:
         """Gradients of the whole step. Raises Interrupted, StepSkipped, and what running out of memory raises."""
         objective = StepObjective(self.config, batch.groups, members, self.model.device)
         counts = _Counts()
-        for micro in micro_batches(batch.groups, members, self.budget):
+        for micro in micro_batches(batch.groups, members, self.budget, self.merge):
             if should_stop():
                 raise Interrupted("a stop was asked for during the update; the step is repeated at the next start")
             logprobs, entropy = self._logprobs(self.model, micro)
@@ -151,7 +154,7 @@ class LocalTrainer:
                 self._skip(batch, f"the loss is {value}")
             loss.backward()
             counts.loss += value
-            counts.tokens += len(micro.trie)
+            counts.tokens += micro.trie.inner
             counts.micro_batches += 1
         return objective, counts
 
@@ -176,7 +179,7 @@ class LocalTrainer:
         results: list[list[tuple[float, ...]]] = [[()] * len(group.sequences) for group in groups]
         members = [(g, s) for g, group in enumerate(groups) for s in range(len(group.sequences))]
         with torch.no_grad():
-            for micro in micro_batches(groups, members, self.budget):
+            for micro in micro_batches(groups, members, self.budget, self.merge):
                 values = iter(self._logprobs(self.model, micro)[0].tolist())
                 for (group, sequence), path in zip(micro.members, micro.paths, strict=True):
                     results[group][sequence] = tuple(itertools.islice(values, len(path)))
@@ -185,7 +188,8 @@ class LocalTrainer:
     def _logprobs(self, model: Any, micro: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
         """log-probability of every completion token of a micro-batch and entropy before it, [n], in member order."""
         device = self.model.device
-        packed = pack(micro.trie, device)
+        trie = micro.trie
+        packed = pack(trie, device, leaves=False)
         hidden = model.base_model(
             input_ids=packed.token_ids[None],
             position_ids=packed.positions[None],
@@ -197,11 +201,11 @@ class LocalTrainer:
         index = torch.tensor(
             [nodes.setdefault(node, len(nodes)) for path in micro.paths for node in path], device=device
         )
-        places = torch.tensor([packed.place[node] for node in nodes], device=device)
         # a token's probability is read off the token before it, and branches share that one
-        before, rows = torch.unique(packed.parents[places], return_inverse=True)
-        weight = model.get_output_embeddings().weight
-        logprobs, entropy = chosen_logprobs(hidden[before], weight, rows, packed.token_ids[places])
+        parents = torch.tensor([packed.place[trie.parents[node]] for node in nodes], device=device)
+        before, rows = torch.unique(parents, return_inverse=True)
+        tokens = torch.tensor([trie.tokens[node] for node in nodes], device=device)
+        logprobs, entropy = chosen_logprobs(hidden[before], model.get_output_embeddings().weight, rows, tokens)
         return logprobs[index], entropy[rows][index]
 
     # -- files -------------------------------------------------------------------------------------------------

@@ -58,11 +58,10 @@ def packed(model: torch.nn.Module, made: Sequence[TrainGroup]) -> list[torch.Ten
     ).last_hidden_state[0]
     result: dict[tuple[int, int], torch.Tensor] = {}
     for member, path in zip(micro.members, micro.paths, strict=True):
-        places = torch.tensor([row.place[node] for node in path])
+        parents = torch.tensor([row.place[micro.trie.parents[node]] for node in path])
+        tokens = torch.tensor([micro.trie.tokens[node] for node in path])
         weight = model.get_output_embeddings().weight
-        result[member], _ = chosen_logprobs(
-            hidden[row.parents[places]], weight, torch.arange(len(path)), row.token_ids[places]
-        )
+        result[member], _ = chosen_logprobs(hidden[parents], weight, torch.arange(len(path)), tokens)
     return [result[member] for member in members]
 
 
@@ -114,7 +113,6 @@ def test_what_begins_alike_is_laid_out_once() -> None:
     row = pack(trie, torch.device("cpu"))
     assert row.token_ids.tolist() == [5, 6, 7, 8, 9, 4]
     assert row.positions.tolist() == [0, 1, 2, 3, 2, 0]
-    assert row.parents.tolist() == [-1, 0, 1, 2, 1, -1]
     assert paths[0] == paths[2]
     assert [row.place[node] for node in paths[1]] == [0, 1, 4]
     seen = [(block.start, block.stop, block.past, (~block.hidden).int().tolist()) for block in row.blocks]
@@ -131,21 +129,51 @@ def test_long_branches_do_not_compute_scores_between_each_other() -> None:
     assert {block.past for block in blocks[1:]} == {((0, 10),)}
 
 
+def test_without_leaves_only_what_something_follows_is_laid_out() -> None:
+    trie = TokenTrie()
+    for ids in ([5, 6, 7, 8], [5, 6, 9], [5, 6], [4], [3, 2]):
+        trie.insert(ids)
+    row = pack(trie, torch.device("cpu"), leaves=False)
+    assert row.token_ids.tolist() == [5, 6, 7, 3]
+    assert row.positions.tolist() == [0, 1, 2, 0]
+    assert row.place == (0, 1, 2, -1, -1, -1, 3, -1)
+    assert trie.inner == 4
+
+
+def test_without_merging_every_sequence_is_whole() -> None:
+    trie = TokenTrie(merge=False)
+    assert [trie.insert([5, 6, 7]), trie.insert([5, 6])] == [[0, 1, 2], [3, 4]]
+    assert trie.missing([5, 6]) == 2
+    assert pack(trie, torch.device("cpu")).positions.tolist() == [0, 1, 2, 0, 1]
+
+
 def test_micro_batches_keep_the_budget_and_every_sequence() -> None:
     made = groups(seed=5, count=4, n=6)
     members = [(g, s) for g, group in enumerate(made) for s in range(len(group.sequences))]
-    split = micro_batches(made, members, 48)
-    assert len(split) > 2
-    assert sorted(member for micro in split for member in micro.members) == members
-    assert all(len(micro.trie) <= 48 for micro in split)
-    for micro in split:
-        for (g, s), path in zip(micro.members, micro.paths, strict=True):
-            assert tuple(micro.trie.tokens[node] for node in path) == made[g].sequences[s].token_ids
+    longest = max(len(group.prompt_ids) + len(one.token_ids) for group in made for one in group.sequences)
+    for merge in (True, False):
+        split = micro_batches(made, members, 72, merge)
+        assert len(split) > 2
+        assert sorted(member for micro in split for member in micro.members) == members
+        assert longest <= 36
+        assert all(len(micro.trie) <= 72 for micro in split)
+        for micro in split:
+            for (g, s), path in zip(micro.members, micro.paths, strict=True):
+                assert tuple(micro.trie.tokens[node] for node in path) == made[g].sequences[s].token_ids
 
 
 def test_a_sequence_over_the_budget_goes_alone() -> None:
     made = groups(seed=5, count=1, n=3)
     assert [len(micro.members) for micro in micro_batches(made, [(0, 0), (0, 1)], 1)] == [1, 1]
+
+
+def test_a_prompt_over_the_budget_is_not_computed_again_for_every_answer() -> None:
+    answers = tuple(TrainSequence((7, i, i, i), (True,) * 4, 1.0, None) for i in range(16))
+    made = [TrainGroup(tuple(range(100)), answers, "own")]
+    split = micro_batches(made, [(0, i) for i in range(16)], 40)
+    # 104 tokens of the first answer, and 20 of others that share all but their last three
+    assert [len(micro.members) for micro in split] == [7, 7, 2]
+    assert max(len(micro.trie) for micro in split) == 100 + 1 + 7 * 3
 
 
 @pytest.mark.parametrize("keep", [0, 1 << 28])

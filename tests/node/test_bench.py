@@ -33,9 +33,9 @@ def test_work_counts_every_distinct_token_once() -> None:
     uniform = group((1, 2, 9), [(4, 4), (4, 4), (5, 5)], [0.0, 0.0, 0.0])
     counted = work_of([informative, uniform])
     # prompts 1 2 3 and 9; fed back: 4, 4 5 of the first and 4, 5 of the second, the last of each completion never
-    assert counted == Work(prompts=2, prefill_tokens=4, decode_tokens=4, trained_tokens=8, trained_states=3)
+    assert counted == Work(prompts=2, prefill_tokens=4, decode_tokens=4, trained_tokens=5, trained_states=3)
     layers, head = 10, 100
-    assert counted.flops(layers, head) == 2 * 10 * (4 + 4) + 2 * 100 * (2 + 4) + 6 * 10 * 8 + 6 * 100 * 3
+    assert counted.flops(layers, head) == 2 * 10 * (4 + 4) + 2 * 100 * (2 + 4) + 6 * 10 * 5 + 6 * 100 * 3
 
 
 def test_work_without_anything_to_learn_is_the_rollout_alone() -> None:
