@@ -4,8 +4,10 @@ Shared tasks let completions of different models to the same task be compared; o
 choosing easy prompts (protocol.assignment derives both from the manifest, the epoch and the peer id).
 """
 
+from collections.abc import Container
 from dataclasses import dataclass
 
+from node.selection import REVISIT_EVERY
 from protocol.assignment import own_task, shared_task
 from protocol.manifest import Manifest
 from protocol.rollout import TaskRef
@@ -20,14 +22,23 @@ class DataPosition:
     epoch: int = -1
     taken: int = 0
 
-    def take(self, manifest: Manifest, peer_id: str, count: int, now: float) -> tuple[TaskRef, ...]:
-        """The next `count` tasks at time `now` (unix seconds). Slots wrap when an epoch's are used up."""
+    def take(
+        self, manifest: Manifest, peer_id: str, count: int, now: float, passed_over: Container[str] = ()
+    ) -> tuple[TaskRef, ...]:
+        """The next `count` tasks at time `now` (unix seconds). Slots wrap when an epoch's are used up.
+
+        Tasks of the environments `passed_over` are left out, but every REVISIT_EVERY-th slot is taken whatever it has.
+        """
         epoch = manifest.epoch_at(now)
         if epoch != self.epoch:
             self.epoch, self.taken = epoch, 0
-        refs = tuple(self._task(manifest, peer_id, self.taken + i) for i in range(count))
-        self.taken += count
-        return refs
+        refs: list[TaskRef] = []
+        while len(refs) < count:
+            ref = self._task(manifest, peer_id, self.taken)
+            if ref.environment not in passed_over or self.taken % REVISIT_EVERY == 0:
+                refs.append(ref)
+            self.taken += 1
+        return tuple(refs)
 
     def _task(self, manifest: Manifest, peer_id: str, position: int) -> TaskRef:
         turn, within = divmod(position, SHARED_EVERY)

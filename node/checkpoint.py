@@ -92,6 +92,11 @@ class CheckpointStore:
             records = self._records_from(step, problems)
         except OSError as error:
             raise CheckpointError(f"{self.directory} cannot be read: {error} ; mend that and start again") from error
+        except journal.OtherFormat as error:
+            raise CheckpointError(
+                f"{error} ; let the version of Shoal that wrote it go on to a checkpoint, or move the file away to "
+                "start from the checkpoint before it, without its updates"
+            ) from error
         self._base = step if not records else self._last_base(step)
         return Recovery(path if step else None, step, state, records, problems)
 

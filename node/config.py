@@ -50,7 +50,7 @@ class TrainConfig(Section):
     """Names, formulas and sources of the algorithms: docs/algorithms.md."""
 
     # the optimizer, and how a batch becomes its steps
-    learning_rate: float = Field(1e-5, gt=0, le=1, description="AdamW peak learning rate")
+    learning_rate: float = Field(3e-5, gt=0, le=1, description="AdamW peak learning rate")
     betas: Annotated[tuple[Decay, Decay], BeforeValidator(split_commas)] = Field((0.9, 0.95), description="AdamW betas")
     weight_decay: float = Field(0.0, ge=0, description="AdamW weight decay")
     warmup_steps: int = Field(5, ge=0, description="linear warm-up, in steps")
@@ -58,6 +58,14 @@ class TrainConfig(Section):
     tokens_per_micro_batch: int = Field(768, ge=64, description="token budget of one forward and backward")
     mini_batches: int = Field(1, ge=1, le=256, description="optimizer steps that a batch's groups are dealt to")
     passes: int = Field(1, ge=1, le=64, description="times a batch is gone through")
+
+    # which groups an update is made of, and what their rewards become
+    dynamic_rounds: int = Field(0, ge=0, le=64, description="rounds of more own tasks in place of uniform groups")
+    overlong_buffer: int = Field(0, ge=0, description="last tokens of an answer's budget that cost reward; 0: none do")
+    overlong_factor: float = Field(1.0, gt=0, description="what the whole overlong buffer costs")
+    mask_truncated: bool = Field(False, description="do not train on completions that were cut off")
+    curriculum_low: float = Field(0.0, ge=0, le=1, description="pass rate below which an environment is passed over")
+    curriculum_high: float = Field(1.0, ge=0, le=1, description="pass rate above which an environment is passed over")
 
     # advantages
     advantage: Literal[
@@ -96,7 +104,7 @@ class TrainConfig(Section):
     gmpo_clip_low: float = Field(0.4, gt=0, description="lower clip of gmpo's log-ratio, distance from 0")
     gmpo_clip_high: float = Field(0.4, gt=0, description="upper clip of gmpo's log-ratio, distance from 0")
     aggregation: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"] = Field(
-        "token-mean", description="how token losses become one number"
+        "seq-mean-token-mean", description="how token losses become one number"
     )
     aggregation_constant: float = Field(1024.0, gt=0, description="divisor of seq-mean-token-sum-norm")
     entropy_coefficient: float = Field(0.0, ge=0, description="weight of the entropy bonus")
@@ -122,6 +130,61 @@ class TrainConfig(Section):
     )
     kl_estimator: Literal["k1", "k2", "k3", "k3+"] = Field("k3", description="KL estimator")
     kl_in: Literal["loss", "reward"] = Field("loss", description="where the KL counts")
+
+    @property
+    def critic(self) -> bool:
+        """Whether the advantages need a critic."""
+        return self.advantage in ("gae", "turn_gae", "bilevel_gae")
+
+    @property
+    def kl_in_reward(self) -> bool:
+        return self.kl_coefficient > 0 and self.kl_in == "reward"
+
+    @property
+    def looks_first(self) -> bool:
+        """Whether an update starts with a pass that changes nothing: for old log-probabilities, values or the KL."""
+        return self.passes * self.mini_batches > 1 or self.critic or self.kl_in_reward
+
+    @model_validator(mode="after")
+    def combinations(self) -> "TrainConfig":
+        by_token = ("reinforce_pp", "gae", "turn_gae", "bilevel_gae")
+        others = "grpo, dr_grpo, rloo, opo, gdpo, reinforce_pp_baseline"
+        if self.curriculum_low > self.curriculum_high:
+            raise ValueError(
+                f"train.curriculum_low = {self.curriculum_low:g} is above train.curriculum_high = "
+                f"{self.curriculum_high:g}: no pass rate is in between; set it to at most {self.curriculum_high:g}"
+            )
+        if self.advantage == "gigpo":
+            raise ValueError(
+                "train.advantage = gigpo compares the turns of an episode, and every environment here has one turn, "
+                f"where it is twice grpo; set train.advantage to one of {others}, {', '.join(by_token)}"
+            )
+        if self.loss == "gmpo" and self.advantage in by_token:
+            raise ValueError(
+                f"train.loss = gmpo takes one advantage for a whole completion, which {self.advantage} does not give; "
+                f"set train.advantage to one of {others}, or train.loss to one of dapo, ppo, gspo, cispo, soft_gate, "
+                "gpg, reinforce"
+            )
+        if self.kl_in_reward and self.advantage not in by_token:
+            raise ValueError(
+                f"train.kl_in = reward puts the KL on single tokens, which {self.advantage} does not see; "
+                f"set train.advantage to one of {', '.join(by_token)}, or train.kl_in to loss"
+            )
+        return self
+
+    def odd(self) -> list[str]:
+        """What is allowed and hardly meant, for the log."""
+        said = []
+        if self.loss in ("gspo", "soft_gate", "gmpo") and self.aggregation != "seq-mean-token-mean":
+            said.append(
+                f"train.loss = {self.loss} is meant for train.aggregation = seq-mean-token-mean; "
+                f"with {self.aggregation} long completions weigh more"
+            )
+        if self.kl_in == "reward" and self.kl_coefficient == 0:
+            said.append("train.kl_in = reward does nothing while train.kl_coefficient is 0")
+        if self.kl_coefficient > 0 and self.kl_estimator == "k1" and self.kl_in == "loss":
+            said.append("train.kl_estimator = k1 measures the KL and does not pull; k2, k3 and k3+ do")
+        return said
 
 
 class SwarmConfig(Section):
@@ -161,8 +224,8 @@ class WebConfig(Section):
 
 class EvalConfig(Section):
     every: int = Field(10, ge=0, description="steps between held-out evaluations; 0: only at the start")
-    tasks: int = Field(16, ge=1, le=4096, description="held-out tasks per environment")
-    samples: int = Field(2, ge=1, le=64, description="completions per held-out task")
+    tasks: int = Field(32, ge=1, le=4096, description="held-out tasks per environment")
+    samples: int = Field(1, ge=1, le=64, description="completions per held-out task")
 
 
 class CheckpointConfig(Section):

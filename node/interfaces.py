@@ -129,12 +129,15 @@ class TrainSequence(msgspec.Struct, frozen=True, array_like=True):
 
     token_ids: tuple[int, ...]
     mask: tuple[bool, ...]
-    """False: environment or tool text, seen but not trained on."""
-    advantage: float
+    """False: environment or tool text, or a completion cut off: seen but not trained on."""
+    reward: float
+    """The local score, shaped by the data rules; the update makes advantages of it (node/algorithms/estimate.py)."""
     behaviour_logprobs: tuple[float, ...] | None
     """mu of each token, None where unknown (foreign text): then the correction weight is 1."""
     teacher_logprobs: tuple[float, ...] | None = None
     """log-probability of each token under a teacher, where there is one (node/training/distill.py)."""
+    parts: dict[str, float] = {}
+    """Components of the reward by name, for the advantages that ask for them (gdpo)."""
 
 
 class TrainGroup(msgspec.Struct, frozen=True, array_like=True):
@@ -143,6 +146,11 @@ class TrainGroup(msgspec.Struct, frozen=True, array_like=True):
     prompt_ids: tuple[int, ...]
     sequences: tuple[TrainSequence, ...]
     origin: Literal["own", "foreign"]
+
+    @property
+    def uniform(self) -> bool:
+        """Whether all rewards are equal, so that comparing the completions teaches nothing."""
+        return len({sequence.reward for sequence in self.sequences}) < 2
 
 
 class Batch(msgspec.Struct, frozen=True, array_like=True):
@@ -154,7 +162,7 @@ class Batch(msgspec.Struct, frozen=True, array_like=True):
 
 @dataclass(frozen=True, slots=True)
 class UpdateStats:
-    """What one update did. Means are over trained tokens of the whole step."""
+    """What one update did. Means are over trained tokens of the whole step, and over optimizer steps if several."""
 
     loss: float
     grad_norm: float
@@ -175,6 +183,9 @@ class UpdateStats:
     oom_retries: int
     kl_teacher: float | None = None
     """mean(old - teacher) over the tokens a teacher was asked about: reverse KL per token, to be distilled away."""
+    optimizer_steps: int = 1
+    critic_loss: float | None = None
+    """Mean over trained tokens and optimizer steps; None without a critic."""
 
 
 class Teacher(Protocol):
@@ -208,7 +219,10 @@ class Trainer(Protocol):
         """Use these settings from the next update on: a journalled step is repeated with those it was made with."""
 
     def update(self, batch: Batch, should_stop: Callable[[], bool] = ...) -> UpdateStats:
-        """One optimizer step. Raises StepSkipped (non-finite loss, dumped), Interrupted between micro-batches."""
+        """Advantages, then one optimizer step or several. Raises StepSkipped (nothing to learn; non-finite, dumped).
+
+        Raises Interrupted between micro-batches before the first optimizer step; after it the update is finished.
+        """
 
     def logprobs(self, groups: Sequence[TrainGroup]) -> list[list[tuple[float, ...]]]:
         """log-probability of every sequence token under the current policy; [group][sequence][token]."""

@@ -1,7 +1,7 @@
 """The write-ahead journal of updates: what an update consumes is on disk before the update happens.
 
-A file holds records, each [length, crc32] (little-endian uint32) and msgpack bytes. Only its tail can be torn by a
-kill; a torn tail is cut off, since its update has not begun.
+A file holds records, each [length, crc32] (little-endian uint32) and msgpack bytes: [format, record]. Only its tail can
+be torn by a kill; a torn tail is cut off, since its update has not begun.
 """
 
 import contextlib
@@ -9,7 +9,7 @@ import os
 import struct
 import zlib
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -17,6 +17,12 @@ from node.interfaces import Batch
 
 HEADER = struct.Struct("<II")
 MAX_RECORD_BYTES = 1 << 30
+FORMAT = 2
+"""2: sequences have rewards, and the update makes advantages of them. 1 had advantages, and no format number."""
+
+
+class OtherFormat(Exception):
+    """A journal of another version of Shoal: whole, and not to be repeated by this one."""
 
 
 class JournalRecord(msgspec.Struct, frozen=True, array_like=True):
@@ -32,7 +38,7 @@ class JournalRecord(msgspec.Struct, frozen=True, array_like=True):
     """The train.* settings of the update; None in a journal of Shoal 0.1 before it kept them."""
 
 
-_decoder = msgspec.msgpack.Decoder(JournalRecord)
+_decoder = msgspec.msgpack.Decoder(tuple[Literal[2], JournalRecord])
 
 
 def append(path: Path, record: JournalRecord) -> int:
@@ -40,7 +46,7 @@ def append(path: Path, record: JournalRecord) -> int:
 
     A failed write is taken back. Where that fails too, the caller must `cut` the file to its length of before.
     """
-    content = msgspec.msgpack.encode(record)
+    content = msgspec.msgpack.encode((FORMAT, record))
     framed = HEADER.pack(len(content), zlib.crc32(content)) + content
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     try:
@@ -60,19 +66,22 @@ def append(path: Path, record: JournalRecord) -> int:
 
 
 def read(path: Path) -> tuple[list[JournalRecord], int]:
-    """Good records of a journal and the length they take; what follows is torn or damaged. Raises OSError."""
+    """Good records of a journal and the length they take; what follows is torn or damaged.
+
+    Raises OSError, and OtherFormat when a record is as it was written but is not of this version.
+    """
     content = path.read_bytes()
     records: list[JournalRecord] = []
     at = 0
     while at + HEADER.size <= len(content):
         length, checksum = HEADER.unpack_from(content, at)
         body = content[at + HEADER.size : at + HEADER.size + length]
-        if length > MAX_RECORD_BYTES or len(body) < length or zlib.crc32(body) != checksum:
+        if not 0 < length <= MAX_RECORD_BYTES or len(body) < length or zlib.crc32(body) != checksum:
             break
         try:
-            records.append(_decoder.decode(body))
-        except msgspec.DecodeError:
-            break
+            records.append(_decoder.decode(body)[1])
+        except msgspec.DecodeError as error:
+            raise OtherFormat(f"{path}: its records are not of format {FORMAT} ({error})") from error
         at += HEADER.size + length
     return records, at
 

@@ -15,7 +15,7 @@ def chosen_logprobs(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """log-probability of tokens [N] after the states of `rows` [N], and the entropy after every state, in nats.
 
-    hidden [M, D] last states, weight [V, D] output embedding; returns float32 [N], differentiable, and [M], not.
+    hidden [M, D] last states, weight [V, D] output embedding; returns float32 [N] and [M], both differentiable.
     """
     logprobs, entropy = _Chosen.apply(hidden, weight, rows, tokens)
     return logprobs, entropy
@@ -40,24 +40,33 @@ class _Chosen(torch.autograd.Function):
             room -= 4 * scores.numel()
             kept.append(probabilities if room >= 0 else None)
         ctx.save_for_backward(hidden, weight, rows, tokens)
-        ctx.kept, ctx.chunk = kept, chunk
-        ctx.mark_non_differentiable(entropy)
+        ctx.kept, ctx.chunk, ctx.entropy = kept, chunk, entropy.detach()
+        ctx.set_materialize_grads(False)  # whoever asks for no entropy bonus does not pay for its gradient
         return logprobs, entropy
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(
+        ctx: Any, gradient: torch.Tensor | None, of_entropy: torch.Tensor | None
+    ) -> tuple[torch.Tensor | None, ...]:
         hidden, weight, rows, tokens = ctx.saved_tensors
         d_hidden, d_weight = torch.empty_like(hidden), torch.zeros_like(weight)
+        if gradient is None:
+            gradient = torch.zeros(len(rows), device=hidden.device)
         by_row = gradient.new_zeros(len(hidden)).index_add_(0, rows, gradient)
         for i, start in enumerate(range(0, len(hidden), ctx.chunk)):
             states = hidden[start : start + ctx.chunk]
             scores, ctx.kept[i] = ctx.kept[i], None
             if scores is None:
                 scores = _log_softmax(states, weight).exp_()
-            # d logprob(t) / d logits = onehot(t) - softmax
-            scores.mul_(by_row[start : start + len(scores), None]).neg_()
-            here = _within(rows, start, len(scores))
-            scores.index_put_((rows[here] - start, tokens[here]), gradient[here], accumulate=True)
+            here = slice(start, start + len(scores))
+            # d logprob(t) / d logits = onehot(t) - softmax; d entropy / d logits = -softmax (log softmax + entropy)
+            if of_entropy is None:
+                scores.mul_(by_row[here, None]).neg_()
+            else:
+                pull = torch.xlogy(scores, scores).addcmul_(scores, ctx.entropy[here, None])
+                scores.mul_(by_row[here, None]).addcmul_(pull, of_entropy[here, None]).neg_()
+            asked = _within(rows, start, len(scores))
+            scores.index_put_((rows[asked] - start, tokens[asked]), gradient[asked], accumulate=True)
             d_logits = scores.to(weight.dtype)
             torch.mm(d_logits, weight, out=d_hidden[start : start + len(scores)])
             d_weight.addmm_(d_logits.t(), states)

@@ -1,6 +1,6 @@
 """The training loop: one step as a straight line.
 
-    assignment -> rollouts -> rewards -> share -> peers' groups -> mix -> advantages -> journal -> update -> history
+    assignment -> rollouts -> rewards -> share -> peers' groups -> mix -> journal -> advantages -> update -> history
 
 The network never blocks it: sharing and pulling run beside it (swarm.exchange), and a node with no peers mixes own
 groups only. The update's input is journalled before it is applied (node.checkpoint), so kill -9 costs at most the
@@ -27,6 +27,7 @@ from node.progress import Progress
 from node.replay import replay
 from node.rollouts import Rollout, from_group, sample, sampling_seed, to_group, train_group
 from node.scorer import Scorer, ScorerError
+from node.selection import Curriculum, SameRewards
 from protocol.manifest import Manifest
 from protocol.rules import Rejected
 from swarm.exchange import Exchange
@@ -69,6 +70,8 @@ class Loop:
     def __init__(self, parts: Parts) -> None:
         self.parts = parts
         self.position = DataPosition()
+        self.curriculum = Curriculum(parts.config.train.curriculum_low, parts.config.train.curriculum_high)
+        self._same_rewards = SameRewards()
         self.saved: int | None = None
         """The step that the next start will reach; None until that is known."""
         self._checkpointed_at = parts.clock()
@@ -136,11 +139,14 @@ class Loop:
         self._say_training()
 
         available = self._pool_size()
-        own = await self._roll_out(step, count=self._own_count(available))
-        self._share(own)
+        count = self._own_count(available)
+        sampled = await self._roll_out(step, count)
+        self._share(sampled)
+        # uniform ones fill up what dynamic sampling did not find: better a short step than none (DAPO, 2503.14476)
+        own = sorted(sampled, key=lambda rollout: not rollout.informative)[:count] if len(sampled) > count else sampled
         foreign = await self._choose_foreign()
-        batch = Batch(step, tuple(train_group(r, p.config.train.advantage) for r in own + foreign))
-        summary = self._summary(step, own, foreign, p.clock() - started)
+        batch = Batch(step, tuple(train_group(r, p.config.train) for r in own + foreign))
+        summary = self._summary(sampled, own, foreign, p.clock() - started)
         record = JournalRecord(step, batch, self._state(), summary, p.config.train.model_dump(mode="json"))
         await self._journal(record)
         await self._apply(record)
@@ -156,14 +162,31 @@ class Loop:
         return swarm.own_groups + max(0, swarm.foreign_groups - available)
 
     async def _roll_out(self, step: int, count: int) -> list[Rollout]:
+        """`count` own groups; with dynamic sampling, other tasks' besides while some of them are uniform."""
         p = self.parts
+        rollouts: list[Rollout] = []
         async with p.progress.during("rollout"):
-            refs = self.position.take(p.manifest, p.peer_id, count, p.clock())
-            seeds = [sampling_seed(p.config.node.seed, step, i) for i in range(count)]
-            try:
-                return await sample(p.engine, p.bundle, p.scorer, p.config, refs, seeds, p.config.rollout.group_size)
-            except ScorerError as error:  # a machine out of breath, or of processes: the next step may go well
-                raise StepSkipped(f"the scorer failed: {error}") from error
+            for _ in range(1 + p.config.train.dynamic_rounds):
+                missing = count - sum(rollout.informative for rollout in rollouts)
+                if missing:
+                    rollouts += await self._sample(step, len(rollouts), missing)
+        if said := self._same_rewards.see([reward for rollout in rollouts for reward in rollout.rewards]):
+            p.history.event("warning", "rewards", said)
+        return rollouts
+
+    async def _sample(self, step: int, first: int, count: int) -> list[Rollout]:
+        """Groups number `first` and on of a step, for the next tasks that the curriculum lets through."""
+        p = self.parts
+        passed_over = self.curriculum.outside([spec.name for spec in p.manifest.environments])
+        refs = self.position.take(p.manifest, p.peer_id, count, p.clock(), passed_over)
+        seeds = [sampling_seed(p.config.node.seed, step, first + i) for i in range(count)]
+        try:
+            rollouts = await sample(p.engine, p.bundle, p.scorer, p.config, refs, seeds, p.config.rollout.group_size)
+        except ScorerError as error:  # a machine out of breath, or of processes: the next step may go well
+            raise StepSkipped(f"the scorer failed: {error}") from error
+        for rollout in rollouts:
+            self.curriculum.observe(rollout.ref.environment, rollout.rewards)
+        return rollouts
 
     def _share(self, own: Sequence[Rollout]) -> None:
         """Hand own groups to the exchange, which never waits for the network."""
@@ -308,24 +331,29 @@ class Loop:
             "epoch": self.position.epoch,
             "taken": self.position.taken,
             "sampler": self.parts.sampler.state(),
+            "pass_rates": self.curriculum.state(),
         }
 
     def _restore(self, state: Mapping[str, Any]) -> None:
         self.position = DataPosition(state["epoch"], state["taken"])
         self.parts.sampler.restore(state["sampler"])
+        self.curriculum.restore(state.get("pass_rates", {}))  # a checkpoint of Shoal 0.1 may have none
 
-    def _summary(self, step: int, own: Sequence[Rollout], foreign: Sequence[Rollout], seconds: float) -> dict[str, Any]:
-        """What the history keeps of a step besides the update's own numbers."""
-        scores = [score for rollout in own for score in rollout.scores]
-        samples = [sample for rollout in own for sample in rollout.samples]
+    def _summary(
+        self, sampled: Sequence[Rollout], own: Sequence[Rollout], foreign: Sequence[Rollout], seconds: float
+    ) -> dict[str, Any]:
+        """What the history keeps of a step besides the update's own numbers. Rewards are those of all own samples."""
+        scores = [score for rollout in sampled for score in rollout.scores]
+        samples = [sample for rollout in sampled for sample in rollout.samples]
         by_environment: dict[str, list[float]] = {}
-        for rollout in own:
+        for rollout in sampled:
             by_environment.setdefault(rollout.ref.environment, []).extend(rollout.rewards)
         tokens = sum(len(sample.token_ids) for sample in samples)
         rollout_seconds = self.parts.progress.stages.get("rollout", 0.0)
         return {
             "reward": sum(score.reward for score in scores) / max(1, len(scores)),
             "rewards": {name: sum(values) / len(values) for name, values in sorted(by_environment.items())},
+            "sampled_groups": len(sampled),
             "own_groups": len(own),
             "foreign_groups": len(foreign),
             "own_informative": sum(rollout.informative for rollout in own),

@@ -5,13 +5,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-import torch
-
-from node.algorithms.advantages import ADVANTAGES
-from node.config import Config
+from node.config import Config, TrainConfig
 from node.interfaces import Engine, PromptRequest, Sample, Score, Task, TrainGroup, TrainSequence
 from node.models import ModelBundle, decode, encode_completion, render_prompt
 from node.scorer import Scorer
+from node.selection import overlong_penalty
 from protocol.rollout import (
     Completion,
     RolloutGroup,
@@ -34,6 +32,8 @@ class Rollout:
     samples: tuple[Sample, ...]
     texts: tuple[str, ...]
     scores: tuple[Score, ...]
+    budget: int
+    """Tokens that an answer may have."""
     behaviour_known: bool = True
 
     @property
@@ -71,16 +71,17 @@ async def sample(
     """Sample and score `n` completions of each task; rollouts come back in the order of `refs`."""
     tasks, prompt_ids = await prompts(bundle, scorer, refs)
     cap = config.rollout.max_new_tokens
+    budgets = [min(cap, task.max_tokens) if cap else task.max_tokens for task in tasks]
     requests = [
         PromptRequest(
             key=str(i),
             prompt_ids=ids,
             n=n,
-            max_new_tokens=min(cap, task.max_tokens) if cap else task.max_tokens,
+            max_new_tokens=budget,
             temperature=config.rollout.temperature,
             seed=seed,
         )
-        for i, (task, ids, seed) in enumerate(zip(tasks, prompt_ids, seeds, strict=True))
+        for i, (budget, ids, seed) in enumerate(zip(budgets, prompt_ids, seeds, strict=True))
     ]
     sampled = {group.key: group.samples async for group in engine.generate(requests)}
     texts = [[decode(bundle, sample.token_ids) for sample in sampled[str(i)]] for i in range(len(refs))]
@@ -94,6 +95,7 @@ async def sample(
             samples=sampled[str(i)],
             texts=tuple(texts[i]),
             scores=tuple(scores[i * n : (i + 1) * n]),
+            budget=budgets[i],
         )
         for i, ref in enumerate(refs)
     ]
@@ -129,7 +131,7 @@ async def from_group(
     With `use_behaviour` and the same tokenizer, the producer's token ids and log-probabilities are kept where the
     ids really spell the text.
     """
-    _, (prompt_ids,) = await prompts(bundle, scorer, [group.task])
+    (task,), (prompt_ids,) = await prompts(bundle, scorer, [group.task])
     same_tokenizer = use_behaviour and group.tokenizer == bundle.fingerprint
     samples = []
     for completion in group.completions:
@@ -148,25 +150,28 @@ async def from_group(
         samples=tuple(samples),
         texts=tuple(completion.text for completion in group.completions),
         scores=tuple(Score(reward=reward, parsed=True) for reward in rewards),
+        budget=task.max_tokens,
         behaviour_known=all(len(sample.logprobs) == len(sample.token_ids) for sample in samples),
     )
 
 
-def train_group(rollout: Rollout, advantage: str) -> TrainGroup:
-    """Advantages of one group, and its sequences as the trainer takes them. Empty completions are left out."""
-    lengths = torch.tensor([len(sample.token_ids) for sample in rollout.samples])
-    values = ADVANTAGES[advantage](torch.tensor(rollout.rewards, dtype=torch.float32), lengths)
-    return TrainGroup(
-        prompt_ids=rollout.prompt_ids,
-        sequences=tuple(
+def train_group(rollout: Rollout, config: TrainConfig) -> TrainGroup:
+    """A rollout as the trainer takes it, its rewards shaped by the data rules.
+
+    Empty and, with `mask_truncated`, cut-off completions stay in it: they count for the others' advantages.
+    """
+    sequences = []
+    for sample, score in zip(rollout.samples, rollout.scores, strict=True):
+        length = len(sample.token_ids)
+        shaped = score.reward + overlong_penalty(length, rollout.budget, config.overlong_buffer, config.overlong_factor)
+        trained = sample.finish == "stop" or not config.mask_truncated
+        sequences.append(
             TrainSequence(
                 token_ids=sample.token_ids,
-                mask=(True,) * len(sample.token_ids),
-                advantage=float(value),
+                mask=(trained,) * length,
+                reward=shaped,
                 behaviour_logprobs=sample.logprobs if rollout.behaviour_known else None,
+                parts={"parsed": float(score.parsed), **score.parts} if config.advantage == "gdpo" else {},
             )
-            for sample, value in zip(rollout.samples, values, strict=True)
-            if sample.token_ids
-        ),
-        origin=rollout.origin,
-    )
+        )
+    return TrainGroup(rollout.prompt_ids, tuple(sequences), rollout.origin)

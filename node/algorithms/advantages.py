@@ -14,7 +14,7 @@ Advantage = Callable[[Tensor, Tensor], Tensor]
 
 def centred(scores: Tensor) -> Tensor:
     """R - mean; exactly 0 where all scores are equal, which rounding of the mean would not give."""
-    return scores - scores.mean() if scores.max() > scores.min() else torch.zeros_like(scores)
+    return torch.zeros_like(scores) if scores.max() == scores.min() else scores - scores.mean()
 
 
 def grpo(scores: Tensor, lengths: Tensor) -> Tensor:
@@ -35,7 +35,7 @@ def rloo(scores: Tensor, lengths: Tensor) -> Tensor:
 
 def opo(scores: Tensor, lengths: Tensor) -> Tensor:
     """R - sum(length R) / sum(length): the baseline of least variance (OPO, arXiv 2505.23585). Nothing trained: 0."""
-    if not scores.max() > scores.min() or not lengths.any():
+    if scores.max() == scores.min() or not lengths.any():
         return torch.zeros_like(scores)
     return scores - (lengths * scores).sum() / lengths.sum()
 

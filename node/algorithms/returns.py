@@ -80,7 +80,7 @@ def whiten(values: Tensor, mask: Tensor) -> Tensor:
     Shapes [N] (PPO implementations; REINFORCE++, arXiv 2501.03262).
     """
     inside = values[mask]
-    if inside.numel() < 2 or not inside.max() > inside.min():
+    if inside.numel() < 2 or inside.max() == inside.min():
         return torch.zeros_like(values)
     return torch.where(mask, (values - inside.mean()) * torch.rsqrt(inside.var() + 1e-8), 0)
 

@@ -117,6 +117,7 @@ async def make_groups(node: ExchangeNode, count: int) -> list[RolloutGroup]:
             samples=tuple(_sample(node, text, chance) for text in group),
             texts=tuple(group),
             scores=tuple(next(scores) for _ in group),
+            budget=0,  # nothing is trained here
         )
         if rollout.informative:
             groups.append(to_group(rollout, epoch=position.epoch, bundle=node.bundle))

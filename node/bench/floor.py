@@ -48,7 +48,7 @@ def work_of(groups: Sequence[TrainGroup]) -> Work:
         for sequence in group.sequences:
             answers.insert(sequence.token_ids[:-1])
         decode += len(answers)
-        if any(sequence.advantage != 0 for sequence in group.sequences):
+        if not group.uniform:
             states += 1 + len(answers)
             for sequence in group.sequences:
                 trained.insert(group.prompt_ids + sequence.token_ids)

@@ -128,7 +128,7 @@ async def _timed(loop: Loop, watch: Stopwatch) -> dict[str, Any]:
         "stages": {name: round(seconds, 4) for name, seconds in parts.progress.stages.items()},
         "tokens_generated": sum(len(sequence.token_ids) for group in groups for sequence in group.sequences),
         "prompt_tokens": [len(group.prompt_ids) for group in groups],
-        "groups_skipped": sum(all(one.advantage == 0 for one in group.sequences) for group in groups),
+        "groups_skipped": sum(group.uniform for group in groups),
         "tokens_prefilled": counted.prefill_tokens,
         "tokens_decoded": counted.decode_tokens,
         "tokens_forwarded": counted.trained_tokens,

@@ -1,18 +1,21 @@
 """The local trainer: one model, one device, AdamW on float32 weights.
 
-One update: leave out what teaches nothing, merge what shares a beginning, and run micro-batches within a token
-budget. Old log-probabilities are the current ones (one pass per batch), so a ratio starts at 1, and what the rollout
-saw otherwise (mu) enters as a truncated importance weight. All denominators are those of the whole step.
+One update: compute advantages, leave out what teaches nothing, merge what shares a beginning, and run micro-batches
+within a token budget, for one optimizer step or several (`mini_batches` times `passes`). Old log-probabilities are
+those before the first of them, so a ratio starts at 1, and what the rollout saw otherwise (mu) enters as a correction
+weight. All denominators are those of a whole optimizer step.
 """
 
 import copy
+import functools
 import itertools
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import msgspec
 import torch
@@ -24,7 +27,8 @@ from node.interfaces import Batch, Interrupted, StepSkipped, TrainGroup, UpdateS
 from node.logprobs import chosen_logprobs
 from node.models import ModelBundle, load_model
 from node.training import files
-from node.training.objective import StepObjective
+from node.training.critic import Critic
+from node.training.objective import Forward, Member, StepObjective
 from node.training.weights import Weights
 
 log = logging.getLogger(__name__)
@@ -36,12 +40,28 @@ DUMPS_KEPT = 8
 
 
 @dataclass(slots=True)
-class _Counts:
-    """Sums over the micro-batches of a step."""
+class Counts:
+    """Sums over the micro-batches of an update."""
 
     loss: float = 0.0
+    critic_loss: float = 0.0
     tokens: int = 0
     micro_batches: int = 0
+    oom_retries: int = 0
+
+    def add(self, other: "Counts") -> None:
+        self.loss += other.loss
+        self.critic_loss += other.critic_loss
+        self.tokens += other.tokens
+        self.micro_batches += other.micro_batches
+
+
+class _NotFinite(Exception):
+    """A loss or a gradient that must not be applied."""
+
+
+def _never() -> bool:
+    return False
 
 
 class LocalTrainer:
@@ -55,9 +75,12 @@ class LocalTrainer:
         self.bundle, self.config, self.dumps, self.merge = bundle, config, dumps, merge
         self.model = bundle.model.eval()
         self.step = 0
+        self._origin: Path | None = None
+        """The checkpoint that was loaded."""
         self.budget = config.tokens_per_micro_batch
         # the reference is the model as loaded, before any checkpoint is
         self.reference = copy.deepcopy(self.model).requires_grad_(False) if config.kl_coefficient > 0 else None
+        self.critic = self._new_critic() if config.critic else None
         self.weights = Weights(self.model)
         self.optimizer = torch.optim.AdamW(
             self.weights.masters.values(),
@@ -75,9 +98,20 @@ class LocalTrainer:
             self.reference = None
         elif self.reference is None:
             self.reference = self._initial_model()
+        if not config.critic:
+            self.critic = None
+        elif self.critic is None:
+            self.critic = self._new_critic()
         self.config, self.budget = config, config.tokens_per_micro_batch
         for group in self.optimizer.param_groups:
             group["betas"], group["weight_decay"] = config.betas, config.weight_decay
+
+    def _new_critic(self) -> Critic:
+        """A critic as the loaded checkpoint has it, or a fresh one."""
+        critic = Critic(self.model.config.hidden_size, self.model.device)
+        if self._origin is not None and not critic.load(self._origin):
+            log.warning("%s has no critic: a new one starts", self._origin)
+        return critic
 
     def _initial_model(self) -> Any:
         """The model as it was loaded, from its files: the one in memory has been trained since."""
@@ -88,77 +122,136 @@ class LocalTrainer:
 
     # -- learning ----------------------------------------------------------------------------------------------
 
-    def update(self, batch: Batch, should_stop: Callable[[], bool] = lambda: False) -> UpdateStats:
-        """One optimizer step on the informative groups of a batch.
+    def update(self, batch: Batch, should_stop: Callable[[], bool] = _never) -> UpdateStats:
+        """Learn from the groups of a batch that teach something, in one optimizer step or several.
 
         Raises StepSkipped (nothing to learn from, a non-finite loss or gradient, or no memory; weights and optimizer
-        are as before) and Interrupted (`should_stop` between micro-batches; likewise).
+        are as before) and Interrupted (`should_stop` between micro-batches; likewise). Once an optimizer step is done
+        the update goes on to its end: what fails then is left out, and `optimizer_steps` says so.
         """
-        members = _informative(batch.groups)
+        config, counts = self.config, Counts()
+        objective = StepObjective(config, batch.groups, self.model.device)
+        if not objective.members:
+            raise StepSkipped("there is no token to train on: all completions are empty, or cut off and masked")
+        if config.looks_first:
+            look = functools.partial(self._look, objective, should_stop)
+            counts.add(self._within_memory(batch.step, counts, look))
+        members = objective.judge()
         if not members:
             raise StepSkipped("all groups are uniform: every answer to a task got the same reward")
-        retries = 0
+        norms, problems = list[float](), list[Exception]()
+        for part in self._parts(batch.step, members):
+            job = functools.partial(self.accumulate, objective, part, _never if norms else should_stop)
+            try:
+                done = self._within_memory(batch.step, counts, job)
+                norms.append(self._apply_gradients())
+                counts.add(done)
+            except (_NotFinite, StepSkipped) as problem:
+                problems.append(problem)
+            finally:
+                self._drop_gradients()
+        if not norms and isinstance(problems[0], StepSkipped):
+            raise problems[0]
+        if not norms:
+            self._skip(batch, str(problems[0]))
+        for left_out in problems:
+            log.warning("step %d: one of several optimizer steps is left out: %s", batch.step, left_out)
+        self.step += 1
+        return objective.stats(
+            members,
+            loss=counts.loss / len(norms),
+            critic_loss=counts.critic_loss / len(norms) if config.critic else None,
+            grad_norm=sum(norms) / len(norms),
+            learning_rate=self.optimizer.param_groups[0]["lr"],
+            tokens_forwarded=counts.tokens,
+            optimizer_steps=len(norms),
+            micro_batches=counts.micro_batches,
+            oom_retries=counts.oom_retries,
+        )
+
+    def _parts(self, step: int, members: Sequence[Member]) -> Iterator[list[Member]]:
+        """Completions of each optimizer step: whole groups, dealt anew in every pass and the same in every replay."""
+        groups = sorted({group for group, _ in members})
+        for number in range(self.config.passes):
+            dealt = random.Random(f"{step}/{number}").sample(groups, len(groups))
+            for k in range(min(self.config.mini_batches, len(groups))):
+                hand = set(dealt[k :: self.config.mini_batches])
+                yield [member for member in members if member[0] in hand]
+
+    def _within_memory(self, step: int, counts: Counts, job: Callable[[], Counts]) -> Counts:
+        """Run a job, again with smaller micro-batches when memory runs out. Raises StepSkipped when it still does."""
         while True:
             try:
-                objective, counts = self._accumulate(batch, members, should_stop)
-                break
+                return job()
             except (RuntimeError, MemoryError) as error:
-                self.weights.drop_gradients()
+                self._drop_gradients()
                 if not _out_of_memory(error):
                     raise
                 if self.budget <= SMALLEST_BUDGET:
                     raise StepSkipped(f"out of memory even at {self.budget} tokens a micro-batch: {error}") from error
-                retries += 1
+                counts.oom_retries += 1
                 self.budget = max(SMALLEST_BUDGET, self.budget // 2)
-                log.warning("out of memory; step %d again with %d tokens a micro-batch", batch.step, self.budget)
-            except BaseException:
-                self.weights.drop_gradients()
-                raise
+                log.warning("out of memory; step %d again with %d tokens a micro-batch", step, self.budget)
+
+    def _look(self, objective: StepObjective, should_stop: Callable[[], bool]) -> Counts:
+        """Log-probabilities, values and the reference's log-probabilities before the update. Raises Interrupted."""
+        counts = Counts()
+        with torch.no_grad():
+            for micro in micro_batches(objective.groups, objective.members, self.budget, self.merge):
+                _stop_if(should_stop)
+                objective.remember(micro.members, self._forward(micro, reference=True))
+                counts.tokens += micro.trie.inner
+        return counts
+
+    def accumulate(
+        self, objective: StepObjective, members: Sequence[Member], should_stop: Callable[[], bool] = _never
+    ) -> Counts:
+        """Gradients of one optimizer step on `members`, left in the weights. The objective has been judged.
+
+        Raises Interrupted, and what running out of memory or a non-finite loss raises.
+        """
+        objective.begin(members)
+        counts = Counts()
+        for micro in micro_batches(objective.groups, members, self.budget, self.merge):
+            _stop_if(should_stop)
+            forward = self._forward(micro, reference=not self.config.looks_first)
+            loss, critic_loss = objective.loss(micro.members, forward)
+            value = loss.item()
+            if critic_loss is not None:
+                counts.critic_loss += critic_loss.item()
+                loss = loss + critic_loss
+            if not math.isfinite(value):
+                raise _NotFinite(f"the loss is {value}")
+            if not math.isfinite(counts.critic_loss):
+                raise _NotFinite(f"the critic's loss is {counts.critic_loss}")
+            loss.backward()
+            counts.loss += value
+            counts.tokens += micro.trie.inner
+            counts.micro_batches += 1
+        return counts
+
+    def _apply_gradients(self) -> float:
+        """One optimizer step; returns the gradient norm before clipping. Raises _NotFinite and does nothing then."""
         norm = self.weights.clip(self.config.max_grad_norm)
         if not math.isfinite(norm):
-            self.weights.drop_gradients()
-            self._skip(batch, f"the gradient norm is {norm}")
+            raise _NotFinite(f"the gradient norm is {norm}")
+        if self.critic is not None:
+            if not self.critic.finite():
+                raise _NotFinite("the critic's gradient is not finite")
+            self.critic.step(self.config.critic_learning_rate)
         rate = self.config.learning_rate * min(1.0, (self.step + 1) / max(1, self.config.warmup_steps))
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         self.optimizer.step()
         self.weights.publish()
+        return norm
+
+    def _drop_gradients(self) -> None:
         self.weights.drop_gradients()
-        self.step += 1
-        return objective.stats(
-            loss=counts.loss,
-            grad_norm=norm,
-            learning_rate=rate,
-            tokens_forwarded=counts.tokens,
-            micro_batches=counts.micro_batches,
-            oom_retries=retries,
-        )
+        if self.critic is not None:
+            self.critic.drop_gradients()
 
-    def _accumulate(
-        self, batch: Batch, members: Sequence[tuple[int, int]], should_stop: Callable[[], bool]
-    ) -> tuple[StepObjective, "_Counts"]:
-        """Gradients of the whole step. Raises Interrupted, StepSkipped, and what running out of memory raises."""
-        objective = StepObjective(self.config, batch.groups, members, self.model.device)
-        counts = _Counts()
-        for micro in micro_batches(batch.groups, members, self.budget, self.merge):
-            if should_stop():
-                raise Interrupted("a stop was asked for during the update; the step is repeated at the next start")
-            logprobs, entropy = self._logprobs(self.model, micro)
-            reference = None
-            if self.reference is not None:
-                with torch.no_grad():
-                    reference, _ = self._logprobs(self.reference, micro)
-            loss = objective.loss(micro.members, logprobs, entropy, reference)
-            value = loss.item()
-            if not math.isfinite(value):
-                self._skip(batch, f"the loss is {value}")
-            loss.backward()
-            counts.loss += value
-            counts.tokens += micro.trie.inner
-            counts.micro_batches += 1
-        return objective, counts
-
-    def _skip(self, batch: Batch, problem: str) -> None:
+    def _skip(self, batch: Batch, problem: str) -> NoReturn:
         path = self.dumps / f"step-{batch.step}.msgpack"
         try:
             self.dumps.mkdir(parents=True, exist_ok=True)
@@ -180,13 +273,26 @@ class LocalTrainer:
         members = [(g, s) for g, group in enumerate(groups) for s in range(len(group.sequences))]
         with torch.no_grad():
             for micro in micro_batches(groups, members, self.budget, self.merge):
-                values = iter(self._logprobs(self.model, micro)[0].tolist())
+                values = iter(self._states(self.model, micro)[0].tolist())
                 for (group, sequence), path in zip(micro.members, micro.paths, strict=True):
                     results[group][sequence] = tuple(itertools.islice(values, len(path)))
         return results
 
-    def _logprobs(self, model: Any, micro: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """log-probability of every completion token of a micro-batch and entropy before it, [n], in member order."""
+    def _forward(self, micro: MicroBatch, *, reference: bool) -> Forward:
+        """One pass over a micro-batch, and one of the frozen reference where there is one and it is asked for."""
+        logprobs, entropy, states, index = self._states(self.model, micro)
+        values = None if self.critic is None else self.critic(states)[index]
+        known = None
+        if reference and self.reference is not None:
+            with torch.no_grad():
+                known = self._states(self.reference, micro)[0]
+        return Forward(logprobs, entropy, values, known)
+
+    def _states(self, model: Any, micro: MicroBatch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """log-probability of every completion token of a micro-batch and entropy before it, [n], in member order.
+
+        Also the distinct states [M, D] that tokens are drawn from, and which one each token is drawn from, [n].
+        """
         device = self.model.device
         trie = micro.trie
         packed = pack(trie, device, leaves=False)
@@ -205,8 +311,9 @@ class LocalTrainer:
         parents = torch.tensor([packed.place[trie.parents[node]] for node in nodes], device=device)
         before, rows = torch.unique(parents, return_inverse=True)
         tokens = torch.tensor([trie.tokens[node] for node in nodes], device=device)
-        logprobs, entropy = chosen_logprobs(hidden[before], model.get_output_embeddings().weight, rows, tokens)
-        return logprobs[index], entropy[rows][index]
+        states, drawn = hidden[before], rows[index]
+        logprobs, entropy = chosen_logprobs(states, model.get_output_embeddings().weight, rows, tokens)
+        return logprobs[index], entropy[drawn], states, drawn
 
     # -- files -------------------------------------------------------------------------------------------------
 
@@ -214,11 +321,16 @@ class LocalTrainer:
         """Write model (safetensors, HF layout with tokenizer) and optimizer into an existing empty directory."""
         self.export(directory)
         files.save_optimizer(self.optimizer, self.weights.masters, self.step, directory)
+        if self.critic is not None:
+            self.critic.save(directory)
 
     def load(self, directory: Path) -> None:
         """Inverse of `save`, in place. Raises CheckpointError."""
         step = files.load_optimizer(self.optimizer, self.weights.masters, directory)
         files.load_weights(self.weights.masters, directory)
+        self._origin = directory
+        if self.critic is not None:
+            self.critic = self._new_critic()
         self.weights.publish()
         self.step = step
 
@@ -229,18 +341,13 @@ class LocalTrainer:
     def memory(self) -> Mapping[str, int]:
         """Bytes held, by kind: weights, gradients, optimizer."""
         moments = [t for state in self.optimizer.state.values() for t in state.values()]
-        return {**self.weights.memory(), "optimizer": sum(t.numel() * t.itemsize for t in moments)}
+        held = {**self.weights.memory(), "optimizer": sum(t.numel() * t.itemsize for t in moments)}
+        return held if self.critic is None else {**held, "critic": self.critic.memory()}
 
 
-def _informative(groups: Sequence[TrainGroup]) -> list[tuple[int, int]]:
-    """(group, sequence) of everything that gives a gradient: groups whose advantages are not all zero."""
-    return [
-        (g, s)
-        for g, group in enumerate(groups)
-        if any(sequence.advantage != 0 for sequence in group.sequences)
-        for s, sequence in enumerate(group.sequences)
-        if any(sequence.mask)
-    ]
+def _stop_if(should_stop: Callable[[], bool]) -> None:
+    if should_stop():
+        raise Interrupted("a stop was asked for during the update; the step is repeated at the next start")
 
 
 def _out_of_memory(error: BaseException) -> bool:

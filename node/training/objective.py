@@ -1,98 +1,158 @@
-"""From log-probabilities to a loss: policy loss, correction and KL over the tokens of one step, and its statistics."""
+"""From log-probabilities to a loss: advantages, policy loss, correction, KL, entropy, critic; and its statistics."""
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
-from node.algorithms.corrections import CORRECTIONS, effective_sample_size
-from node.algorithms.losses import LOSSES, kl_to_reference, token_weights
+from node.algorithms.corrections import CORRECTIONS, effective_sample_size, opsm, topr
+from node.algorithms.estimate import estimate
+from node.algorithms.losses import LOSSES, kl_to_reference, token_weights, value_loss
 from node.config import TrainConfig
 from node.interfaces import TrainGroup, UpdateStats
 
+Member = tuple[int, int]
+"""(group, sequence)."""
+
+
+class Forward(NamedTuple):
+    """What a pass gives for the tokens of some completions, one after the other; all [n] float32."""
+
+    logprobs: Tensor
+    entropy: Tensor
+    """Of the distribution each token was drawn from, in nats."""
+    values: Tensor | None
+    """The critic's, before each token."""
+    reference: Tensor | None
+    """log-probabilities under the frozen reference."""
+
 
 class StepObjective:
-    """The trained sequences of one step as flat tensors [N], token after token, sequence after sequence.
+    """All completions of one step as flat tensors [N], token after token, sequence after sequence.
 
-    `loss` is called once per micro-batch with some of the sequences; the losses of all add up to the loss of the
-    step, because a token's weight is taken over the whole step.
+    In order: `remember` what a pass over all of them gave (only if `config.looks_first`), `judge` once; then for each
+    optimizer step `begin` with its completions and call `loss` once per micro-batch. The losses add up to the loss of
+    the optimizer step, because a token's weight is taken over all of its completions.
     """
 
-    def __init__(
-        self,
-        config: TrainConfig,
-        groups: Sequence[TrainGroup],
-        members: Sequence[tuple[int, int]],
-        device: torch.device,
-    ) -> None:
-        self.config = config
-        sequences = [groups[group].sequences[index] for group, index in members]
-        lengths = [len(sequence.token_ids) for sequence in sequences]
-        ends = torch.tensor(lengths).cumsum(0).tolist()
-        self.spans = {
-            member: range(end - length, end) for member, end, length in zip(members, ends, lengths, strict=True)
-        }
-        repeat = torch.tensor(lengths, device=device)
-        own = torch.tensor([groups[group].origin == "own" for group, _ in members], device=device)
-        advantages = torch.tensor([sequence.advantage for sequence in sequences], dtype=torch.float32, device=device)
-        self.sequence = torch.arange(len(sequences), device=device).repeat_interleave(repeat)
-        self.own = own.repeat_interleave(repeat)
-        self.advantages = advantages.repeat_interleave(repeat)
-        self.mask = torch.tensor([flag for sequence in sequences for flag in sequence.mask], device=device)
-        self.mu = torch.tensor(
-            [
-                value
-                for sequence, length in zip(sequences, lengths, strict=True)
-                for value in (sequence.behaviour_logprobs or (torch.nan,) * length)
-            ],
-            dtype=torch.float32,
-            device=device,
-        )
-        self.token_weights = token_weights(self.sequence, self.mask, config.aggregation, config.aggregation_constant)
+    def __init__(self, config: TrainConfig, groups: Sequence[TrainGroup], device: torch.device) -> None:
+        self.config, self.groups, self.device = config, groups, device
+        all_of_them = [(g, s) for g, group in enumerate(groups) for s in range(len(group.sequences))]
+        sequences = [groups[g].sequences[s] for g, s in all_of_them]
+        self.members = [member for member, sequence in zip(all_of_them, sequences, strict=True) if any(sequence.mask)]
+        """Completions with anything to train on."""
+        self._spans: dict[Member, range] = {}
+        mask: list[bool] = []
+        mu: list[float] = []
+        group: list[int] = []
+        for member, sequence in zip(all_of_them, sequences, strict=True):
+            length = len(sequence.token_ids)
+            self._spans[member] = range(len(mask), len(mask) + length)
+            mask += sequence.mask
+            mu += sequence.behaviour_logprobs or (torch.nan,) * length
+            group += [member[0]] * length
+        foreign = [groups[g].origin == "foreign" for g in group]
+        self.mask = torch.tensor(mask, dtype=torch.bool, device=device)
+        self.mu = torch.tensor(mu, dtype=torch.float32, device=device)
+        self.group = torch.tensor(group)
+        self.foreign = torch.tensor(foreign, dtype=torch.bool, device=device)
+        empty = torch.zeros_like(self.mu)
+        self.advantages, self.returns = empty, empty
+        self.token_weights, self.value_weights = empty, empty
+        # under the policy as the step finds it; filled in by `remember`, or by `loss` where that is the first pass
+        self.old, self.values, self.reference = empty.clone(), empty.clone(), empty.clone()
         # what the statistics are made of, filled in by `loss`
-        self.old = torch.zeros_like(self.mu)
-        self.correction = torch.ones_like(self.mu)
-        self.entropy = torch.zeros_like(self.mu)
-        self.clipped = torch.zeros_like(self.mask)
-        self.kl = torch.zeros_like(self.mu)
+        self.correction, self.entropy, self.kl = torch.ones_like(empty), empty.clone(), empty.clone()
+        self._clipped, self._seen = torch.zeros((), device=device), torch.zeros((), device=device)
 
-    def loss(
-        self,
-        members: Sequence[tuple[int, int]],
-        logprobs: torch.Tensor,
-        entropy: torch.Tensor,
-        reference: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """This part of the step's loss. All [n], the members' tokens in order; only logprobs carries gradients."""
+    def remember(self, members: Sequence[Member], forward: Forward) -> None:
+        """Keep what a pass that changes nothing gave for some of `members`."""
+        at, _ = self._places(members)
+        self.old[at] = forward.logprobs
+        if forward.values is not None:
+            self.values[at] = forward.values
+        if forward.reference is not None:
+            self.reference[at] = forward.reference
+
+    def judge(self) -> list[Member]:
+        """Compute the advantages; returns the completions of all groups that teach something."""
         config = self.config
-        at = torch.tensor([token for member in members for token in self.spans[member]], device=logprobs.device)
-        lengths = torch.tensor([len(self.spans[member]) for member in members], device=logprobs.device)
-        sequence = torch.arange(len(members), device=logprobs.device).repeat_interleave(lengths)
+        found = estimate(
+            self.groups,
+            config,
+            values=self.values if config.critic else None,
+            kl=kl_to_reference(self.old, self.reference, config.kl_estimator) if config.kl_in_reward else None,
+        )
+        self.advantages = found.advantages.to(self.device)
+        if found.returns is not None:
+            self.returns = found.returns.to(self.device)
+        informative = set(self.group[found.advantages != 0].tolist())
+        return [member for member in self.members if member[0] in informative]
+
+    def begin(self, members: Sequence[Member]) -> None:
+        """The next calls of `loss` are for one optimizer step on these completions."""
+        at, sequence = self._places(members)
+        mask, config = self.mask[at], self.config
+        self.token_weights, self.value_weights = torch.zeros_like(self.mu), torch.zeros_like(self.mu)
+        self.token_weights[at] = token_weights(sequence, mask, config.aggregation, config.aggregation_constant)
+        self.value_weights[at] = token_weights(sequence, mask, "token-mean", 1.0)
+
+    def loss(self, members: Sequence[Member], forward: Forward) -> tuple[Tensor, Tensor | None]:
+        """This part of the policy's loss and of the critic's; logprobs, entropy and values may carry gradients."""
+        config = self.config
+        logprobs = forward.logprobs
+        at, sequence = self._places(members)
         mask, advantages, mu = self.mask[at], self.advantages[at], self.mu[at]
-        old = logprobs.detach()
+        if not config.looks_first:
+            self.remember(members, Forward(logprobs.detach(), forward.entropy, None, forward.reference))
+        old = self.old[at]
         losses, clipped = LOSSES[config.loss](logprobs, old, advantages, sequence, mask, config)
+
         weight = CORRECTIONS[config.correction](old, torch.where(mu.isnan(), old, mu), sequence, mask, config)
+        sampled = torch.where(mu.isnan(), old, mu)
+        if config.foreign_negatives == "truncated":
+            tapered = self.foreign[at] & (advantages < 0)
+            weight = torch.where(tapered, topr(logprobs, sampled, advantages), weight)
+        if config.opsm_delta > 0:
+            weight = weight * opsm(logprobs, sampled, advantages, sequence, mask, config.opsm_delta)
         losses = losses * weight
-        self.correction[at] = weight
-        if reference is not None:
-            kl = kl_to_reference(logprobs, reference, config.kl_estimator)
-            losses = losses + config.kl_coefficient * kl
+
+        if config.kl_coefficient > 0:
+            kl = kl_to_reference(logprobs, self.reference[at], config.kl_estimator)
+            if config.kl_in == "loss":
+                losses = losses + config.kl_coefficient * kl
             self.kl[at] = kl.detach()
-        self.old[at], self.entropy[at], self.clipped[at] = old, entropy, clipped
-        return (losses * self.token_weights[at]).sum()
+        if config.entropy_coefficient > 0:
+            losses = losses - config.entropy_coefficient * forward.entropy
+        self.correction[at], self.entropy[at] = weight, forward.entropy.detach()
+        self._clipped += (clipped & mask).sum()
+        self._seen += mask.sum()
+
+        critic = None
+        if forward.values is not None:
+            critic = value_loss(forward.values, self.values[at], self.returns[at], config.critic_clip)
+            critic = (critic * self.value_weights[at]).sum()
+        return (losses * self.token_weights[at]).sum(), critic
 
     def stats(
         self,
+        members: Sequence[Member],
         *,
         loss: float,
+        critic_loss: float | None,
         grad_norm: float,
         learning_rate: float,
         tokens_forwarded: int,
+        optimizer_steps: int,
         micro_batches: int,
         oom_retries: int,
     ) -> UpdateStats:
-        """Statistics of the step, once every sequence has been through `loss`."""
-        mask = self.mask
-        gap = (self.mu - self.old)[mask & self.own & ~self.mu.isnan()]
+        """Statistics of the step, once all of `members` have been through `loss`."""
+        trained = torch.zeros_like(self.mask)
+        trained[self._places(members)[0]] = True
+        mask = trained & self.mask
+        gap = (self.mu - self.old)[mask & ~self.foreign & ~self.mu.isnan()]
         return UpdateStats(
             loss=loss,
             grad_norm=grad_norm,
@@ -101,10 +161,18 @@ class StepObjective:
             tokens_forwarded=tokens_forwarded,
             kl_behaviour=float(gap.mean()) if len(gap) else 0.0,
             max_mismatch=float(gap.abs().max()) if len(gap) else 0.0,
-            clip_fraction=float(self.clipped[mask].float().mean()),
+            clip_fraction=float(self._clipped / self._seen),
             ess=float(effective_sample_size(self.correction, mask)),
             entropy=float(self.entropy[mask].mean()),
             kl_reference=float(self.kl[mask].mean()) if self.config.kl_coefficient > 0 else None,
             micro_batches=micro_batches,
             oom_retries=oom_retries,
+            optimizer_steps=optimizer_steps,
+            critic_loss=critic_loss,
         )
+
+    def _places(self, members: Sequence[Member]) -> tuple[Tensor, Tensor]:
+        """Where the tokens of some completions are, [n], and which completion each belongs to, counted from 0, [n]."""
+        at = torch.tensor([token for member in members for token in self._spans[member]], device=self.device)
+        lengths = torch.tensor([len(self._spans[member]) for member in members], device=self.device)
+        return at, torch.arange(len(members), device=self.device).repeat_interleave(lengths)

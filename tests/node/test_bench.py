@@ -20,10 +20,10 @@ from protocol.manifest import embedded_manifest
 from protocol.rollout import Completion, RolloutGroup, TaskRef, Turn, pack_logprobs, pack_token_ids
 
 
-def group(prompt: tuple[int, ...], answers: list[tuple[int, ...]], advantages: list[float]) -> TrainGroup:
+def group(prompt: tuple[int, ...], answers: list[tuple[int, ...]], rewards: list[float]) -> TrainGroup:
     sequences = [
-        TrainSequence(ids, (True,) * len(ids), advantage, None)
-        for ids, advantage in zip(answers, advantages, strict=True)
+        TrainSequence(ids, (True,) * len(ids), reward, None)
+        for ids, reward in zip(answers, rewards, strict=True)
     ]
     return TrainGroup(prompt, tuple(sequences), "own")
 

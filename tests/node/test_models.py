@@ -210,10 +210,10 @@ async def test_the_embedded_model_answers_and_learns(tmp_path: Path) -> None:
     request = PromptRequest("x", prompt, n=8, max_new_tokens=8, temperature=1.0, seed=3)
     (group,) = [group async for group in engine.generate([request])]
     assert sum(sample.finish == "stop" for sample in group.samples) >= 4
-    advantages = [1.0 if decode(bundle, sample.token_ids).strip() == "5" else -1.0 for sample in group.samples]
+    rewards = [1.0 if decode(bundle, sample.token_ids).strip() == "5" else -1.0 for sample in group.samples]
     sequences = tuple(
-        TrainSequence(sample.token_ids, (True,) * len(sample.token_ids), advantage, sample.logprobs)
-        for sample, advantage in zip(group.samples, advantages, strict=True)
+        TrainSequence(sample.token_ids, (True,) * len(sample.token_ids), reward, sample.logprobs)
+        for sample, reward in zip(group.samples, rewards, strict=True)
     )
     stats = trainer.update(Batch(1, (TrainGroup(prompt, sequences, "own"),)))
     assert stats.max_mismatch < 1e-3

@@ -17,6 +17,8 @@ from node.models import load_model
 from node.training.local import LocalTrainer
 
 Make = Callable[..., LocalTrainer]
+PLAIN = {"learning_rate": 1e-3, "advantage": "dr_grpo"}
+"""The rewards of `batch` have mean 0 in every group: they are the advantages."""
 
 
 @pytest.fixture
@@ -27,7 +29,7 @@ def make(tiny_model: Callable[[str], Path], tmp_path: Path) -> Iterator[Make]:
 
     def trainer(dtype: str = "float32", **settings: Any) -> LocalTrainer:
         bundle = load_model(str(tiny_model("llama")), device="cpu", dtype=dtype, models=tmp_path)
-        return LocalTrainer(bundle, TrainConfig(**{"learning_rate": 1e-3, **settings}), dumps=tmp_path / "dumps")
+        return LocalTrainer(bundle, TrainConfig(**{**PLAIN, **settings}), dumps=tmp_path / "dumps")
 
     yield trainer
     torch.set_num_threads(threads)
@@ -40,13 +42,13 @@ def batch(step: int = 1, *, seed: int = 0, mu: float | None = None, uniform: boo
     def ids(low: int, high: int, longest: int) -> tuple[int, ...]:
         return tuple(rng.randrange(low, high) for _ in range(rng.randint(2, longest)))
 
-    def group(origin: Any, advantages: list[float]) -> TrainGroup:
+    def group(origin: Any, rewards: list[float]) -> TrainGroup:
         sequences = []
-        for advantage in advantages:
+        for reward in rewards:
             tokens = ids(2, 6, 8)
             mask = tuple(i != 1 for i in range(len(tokens)))
             known = None if mu is None or origin == "foreign" else (mu,) * len(tokens)
-            sequences.append(TrainSequence(tokens, mask, advantage, known))
+            sequences.append(TrainSequence(tokens, mask, reward, known))
         return TrainGroup((9, 8, *ids(2, 258, 6)), tuple(sequences), origin)
 
     groups = [group("own", [1.0, -0.5, -0.5]), group("foreign", [0.7, -0.7])]
@@ -77,7 +79,7 @@ def plain_gradients(directory: Path, given: Batch, tis_cap: float = 2.0) -> tupl
     terms, tokens = [], 0
     for group in given.groups:
         for sequence in group.sequences:
-            if not any(s.advantage for s in group.sequences):
+            if not any(s.reward for s in group.sequences):
                 continue
             ids = torch.tensor([group.prompt_ids + sequence.token_ids])
             scores = model(ids, use_cache=False).logits[0, :-1].log_softmax(-1)
@@ -86,7 +88,7 @@ def plain_gradients(directory: Path, given: Batch, tis_cap: float = 2.0) -> tupl
             if sequence.behaviour_logprobs is not None:
                 correction = (logprobs.detach() - torch.tensor(sequence.behaviour_logprobs)).exp().clamp(max=tis_cap)
             mask = torch.tensor(sequence.mask)
-            terms.append((-sequence.advantage * correction * logprobs)[mask].sum())
+            terms.append((-sequence.reward * correction * logprobs)[mask].sum())
             tokens += int(mask.sum())
     total = sum(terms) / tokens
     total.backward()  # type: ignore[union-attr]
@@ -294,7 +296,7 @@ def test_a_non_finite_loss_or_gradient_is_dumped_and_changes_nothing(make: Make,
     trainer.update(batch(1))
     before = weights(trainer)
     groups = batch(2).groups
-    bad = msgspec.structs.replace(groups[0].sequences[0], advantage=float("nan"))
+    bad = msgspec.structs.replace(groups[0].sequences[0], reward=float("nan"))
     poisoned = Batch(2, (msgspec.structs.replace(groups[0], sequences=(bad, *groups[0].sequences[1:])), *groups[1:]))
     with pytest.raises(StepSkipped, match="the loss is nan") as skipped:
         trainer.update(poisoned)

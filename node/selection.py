@@ -1,0 +1,72 @@
+"""Data rules: which rollouts an update is made of, and what their rewards and masks become on the way.
+
+Own tasks stay those that (manifest, epoch, peer) assign: a rule may pass a task over, never pick another.
+"""
+
+from collections.abc import Mapping, Sequence
+
+PASS_RATE_MOVES = 0.2
+"""How far the running pass rate of an environment goes towards that of its next group."""
+REVISIT_EVERY = 8
+"""One task in so many is taken whatever its environment's pass rate, or a rate that has left the window stays there."""
+SAME_REWARDS_ALARM = 20
+"""Steps in a row in which all own rewards were one and the same number, after which a person should look."""
+
+
+def overlong_penalty(length: int, limit: int, buffer: int, factor: float) -> float:
+    """min(-(L - (Lmax - B)) / B f, 0): what is taken off for the last B of Lmax tokens (DAPO, arXiv 2503.14476).
+
+    0 without a buffer; a buffer longer than the limit counts as the limit.
+    """
+    buffer = min(buffer, limit)
+    return min(-(length - (limit - buffer)) / buffer * factor, 0.0) if buffer else 0.0
+
+
+class Curriculum:
+    """Passes over tasks of environments that are too easy or too hard now, by their running pass rates.
+
+    The pass rate of an environment is the mean reward of its own groups, moved by PASS_RATE_MOVES a group. It is in
+    the window when low <= rate <= high; not yet known counts as in, and so does everything when nothing else is.
+    """
+
+    def __init__(self, low: float, high: float) -> None:
+        self.low, self.high = low, high
+        self.rates: dict[str, float] = {}
+
+    def observe(self, environment: str, rewards: Sequence[float]) -> None:
+        rate = sum(rewards) / len(rewards)
+        before = self.rates.setdefault(environment, rate)
+        self.rates[environment] = before + PASS_RATE_MOVES * (rate - before)
+
+    def outside(self, environments: Sequence[str]) -> frozenset[str]:
+        """Those whose tasks are to be passed over; empty when that would be all."""
+        out = frozenset(name for name in environments if not self.low <= self.rates.get(name, self.low) <= self.high)
+        return frozenset() if out == frozenset(environments) else out
+
+    def state(self) -> dict[str, float]:
+        return dict(self.rates)
+
+    def restore(self, state: Mapping[str, float]) -> None:
+        self.rates = dict(state)
+
+
+class SameRewards:
+    """Counts steps in a row whose own rewards were all one number: nothing is learned, and something may be broken."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self._reward: float | None = None
+
+    def see(self, rewards: Sequence[float]) -> str | None:
+        """What to tell a person now, if anything: at the SAME_REWARDS_ALARM-th such step, and each as many after."""
+        found = set(rewards)
+        only = found.pop() if len(found) == 1 else None
+        self.steps = 0 if only is None else self.steps + 1 if only == self._reward else 1
+        self._reward = only
+        if only is None or self.steps % SAME_REWARDS_ALARM:
+            return None
+        return (
+            f"every own answer of the last {self.steps} steps got the reward {only:g}; if that is 0, the tasks are too "
+            "hard or the answers cannot be read (see `unparsed` in shoal steps), if it is 1, they are too easy: "
+            "choose other environments"
+        )
