@@ -35,9 +35,9 @@ from node.watchdog import watch
 from protocol.assignment import held_out_task
 from protocol.invite import Invite
 from protocol.manifest import Manifest
-from swarm.bridge import Libp2pTransport
 from swarm.exchange import Exchange, FetchFailed, fetch_manifest
 from swarm.experience import ExperienceStore
+from swarm.libp2p_transport import Libp2pTransport
 from swarm.peers import Discovery
 from swarm.sampler import Sampler
 from swarm.serving import serve_manifest
@@ -167,7 +167,7 @@ class Daemon:
     async def _live(self, services: asyncio.TaskGroup, steps: int | None, stay: bool) -> None:
         """Know the swarm, make the parts, continue where the last process stopped, train."""
         manifest = self.manifest = await self._know_manifest()
-        serve_manifest(self.transport, manifest)
+        serve_manifest(self.transport, manifest, self.clock)
         self.progress.say("STARTING", "starting the scorer and loading the model")
         self.scorer = Scorer(
             manifest.environments,

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 Json = Any
 VERSION = version("shoal")
+MAX_PEERS_SHOWN = 500
+"""Known peers listed besides those connected: the ones seen last."""
 
 
 class DaemonView:
@@ -88,8 +90,9 @@ class DaemonView:
     def peers(self) -> Sequence[Mapping[str, Json]]:
         node = self.node
         connected = set(node.transport.peers())
-        verdicts = node.store.verdicts()
-        known = {record.peer: record for record in node.store.peers()}
+        records = node.store.peers.latest(MAX_PEERS_SHOWN)
+        known = {record.peer: record for record in records + node.store.peers.of(connected)}
+        verdicts = node.store.peers.verdicts(connected | set(known))
         rows = []
         for peer in sorted(connected | set(known)):
             counts = dict(verdicts.get(peer, {}))

@@ -15,7 +15,7 @@ BATCH_PROTOCOL = "/shoal/batch/1.0.0"
 """Pull several groups over one stream: BatchRequest -> their sealed bytes in that order, without anything between,
 up to the first that is not held or would make the answer longer than MAX_BATCH_BYTES. Opening a stream costs far more
 than a group's few kilobytes. A reader splits the answer by the announced sizes, and checks each digest."""
-LIVE_PROTOCOL = "/shoal/live/1.0.0"
+LIVE_PROTOCOL = "/shoal/live/1.1.0"
 """Heal lost announcements: LiveRequest -> LiveResponse."""
 MANIFEST_PROTOCOL = "/shoal/manifest/1.0.0"
 """ManifestRequest -> the manifest's bytes, or an empty answer: not held."""
@@ -23,6 +23,10 @@ MANIFEST_PROTOCOL = "/shoal/manifest/1.0.0"
 MAX_ANNOUNCEMENT_BYTES = 2048
 MAX_REQUEST_BYTES = 64 * 1024
 MAX_BATCH_BYTES = 1024 * 1024
+MAX_HAVE = 1024
+"""Digests that a LiveRequest names."""
+MAX_LIVE = 64
+"""Announcements in a LiveResponse."""
 MAX_MANIFEST_BYTES = 64 * 1024
 
 Digest = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
@@ -65,13 +69,15 @@ class LiveRequest(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_f
     """`have`: digests of unexpired groups the asker knows of; the answer leaves those out."""
 
     swarm: Digest
-    have: Annotated[tuple[Digest, ...], msgspec.Meta(max_length=1024)]
+    have: Annotated[tuple[Digest, ...], msgspec.Meta(max_length=MAX_HAVE)]
+    settled: UInt63 = 0
+    """Only what the server has known for so many seconds: the asker listens, and gossip may still bring the rest."""
 
 
 class LiveResponse(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Sealed announcements the asker lacks, newest first, at most 64."""
+    """Sealed announcements the asker lacks, newest first."""
 
-    announcements: Annotated[tuple[bytes, ...], msgspec.Meta(max_length=64)]
+    announcements: Annotated[tuple[bytes, ...], msgspec.Meta(max_length=MAX_LIVE)]
 
 
 class ManifestRequest(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):

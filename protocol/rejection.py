@@ -17,6 +17,7 @@ class Reason(StrEnum):
     stale = "stale"
     from_future = "from_future"
     replayed = "replayed"
+    equivocation = "equivocation"
     unassigned_task = "unassigned_task"
     unknown_environment = "unknown_environment"
     reward_mismatch = "reward_mismatch"

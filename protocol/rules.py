@@ -27,6 +27,7 @@ __all__ = [
     "check_budget",
     "check_group",
     "check_informative",
+    "check_installed",
     "check_rewards",
     "is_informative",
     "producer_quota",
@@ -47,11 +48,13 @@ Environments = Collection[tuple[str, str]]
 
 
 def check_announcement(
-    raw: bytes, manifest: Manifest, now: float, *, environments: Environments, banned: Callable[[str], bool]
+    raw: bytes, manifest: Manifest, now: float, *, banned: Callable[[str], bool]
 ) -> tuple[Opened, Announcement]:
-    """Rules 1-6 for a sealed announcement, whoever forwarded it. `now` in unix seconds.
+    """Rules 1-6 for a sealed announcement, whoever forwarded it, as far as nodes of a swarm judge them alike. `now` in
+    unix seconds.
 
-    Whether its group is known already is for the caller to ask: hearing of a group twice is no offence.
+    Whether its group is known already is for the caller to ask: hearing of a group twice is no offence. So is whether
+    this node can score its task (`check_installed`): what it lacks, others may have, and it is relayed.
     """
     opened = unseal(raw, Domain.announcement, max_bytes=MAX_ANNOUNCEMENT_BYTES, now=now)
     try:
@@ -84,8 +87,14 @@ def check_announcement(
             f"from swarm {announcement.swarm.hex()[:16]}, this node is in {manifest.digest.hex()[:16]}",
         )
     _check_time(opened, announcement.epoch, manifest, now)
-    _check_task(announcement.task, announcement.epoch, opened.producer, manifest, environments)
+    _check_task(announcement.task, announcement.epoch, opened.producer, manifest)
     return opened, announcement
+
+
+def check_installed(task: TaskRef, environments: Environments) -> None:
+    """Rule 6 for what this node has: it pulls and admits no group that it could not score."""
+    if (task.environment, task.version) not in environments:
+        raise Rejected(Reason.unknown_environment, f"{task.environment} {task.version} is not installed here")
 
 
 def check_group(
@@ -125,7 +134,8 @@ def check_group(
     _check_time(opened, group.epoch, manifest, now)
     if seen(opened.digest):
         raise Rejected(Reason.replayed, f"group {opened.digest.hex()[:16]} was admitted before")
-    _check_task(group.task, group.epoch, producer, manifest, environments)
+    _check_task(group.task, group.epoch, producer, manifest)
+    check_installed(group.task, environments)
     if (group.task, group.epoch, len(group.completions)) != (announced.task, announced.epoch, announced.completions):
         raise Rejected(Reason.malformed, "task, epoch or number of completions differ from the announcement")
     return opened, group
@@ -231,7 +241,7 @@ def _check_time(opened: Opened, epoch: int, manifest: Manifest, now: float) -> N
         raise Rejected(Reason.stale, f"from epoch {epoch}, now is epoch {current}")
 
 
-def _check_task(task: TaskRef, epoch: int, producer: str, manifest: Manifest, environments: Environments) -> None:
+def _check_task(task: TaskRef, epoch: int, producer: str, manifest: Manifest) -> None:
     if not is_assigned(manifest, epoch, producer, task):
         raise Rejected(
             Reason.unassigned_task,
@@ -241,5 +251,3 @@ def _check_task(task: TaskRef, epoch: int, producer: str, manifest: Manifest, en
     if spec is None or task.version != spec.version:
         named = spec.version if spec else "no such environment"
         raise Rejected(Reason.unknown_environment, f"{task.environment} {task.version}: the manifest has {named}")
-    if (task.environment, task.version) not in environments:
-        raise Rejected(Reason.unknown_environment, f"{task.environment} {task.version} is not installed here")

@@ -33,6 +33,10 @@ class Counters:
     unscored: int = 0
     """Given up because the scorer did not answer."""
     served: int = 0
+    turned_away: int = 0
+    """Requests answered with `wait`: their peers were over their allowance."""
+    put_off: int = 0
+    """Times that a peer asked this node to wait."""
     bytes_in: int = 0
     """Of group bodies."""
     bytes_out: int = 0
@@ -60,20 +64,36 @@ class Accounts:
         self._transport, self._clock, self._on_event = transport, clock, on_event
         self.reputation = reputation
         self.counters = Counters()
+        self._refused: set[str] = set()
+        """Whom the transport refuses: at most as many as the reputation remembers, and those lately forgotten."""
         self._told: dict[tuple[str, str], float] = {}
 
-    def offence(self, peer: str, rejected: Rejected) -> None:
-        """One more rejection on a peer's account; enough of them ban it. Raises StoreError."""
+    def offence(self, rejected: Rejected, *peers: str) -> None:
+        """One more rejection, on the account of each of these peers; enough of them ban a peer. Raises StoreError."""
         reason = str(rejected.reason)
         self.counters.rejected[reason] = self.counters.rejected.get(reason, 0) + 1
-        if peer == self._transport.peer_id:  # our own announcement, come back broken
-            return
-        newly_banned = self.reputation.record(peer, reason)
-        if rejected.reason is not Reason.uninformative:
-            self.tell("rejected", peer + reason, f"{peer[-8:]}: {reason}: {rejected.detail}")
-        if newly_banned:
-            self._transport.ban(peer)
-            self._on_event("banned", f"{peer} is banned: too many offences, the last one {reason}")
+        for peer in peers:
+            if peer == self._transport.peer_id:  # our own announcement, come back broken
+                continue
+            newly_banned = self.reputation.record(peer, reason)
+            if rejected.reason is not Reason.uninformative:
+                self.tell("rejected", peer + reason, f"{peer[-8:]}: {reason}: {rejected.detail}")
+            if newly_banned:
+                self.refuse(peer)
+                self._on_event("banned", f"{peer} is banned: too many offences, the last one {reason}")
+
+    def refuse(self, peer: str) -> None:
+        """Have the transport refuse a banned peer."""
+        self._refused.add(peer)
+        self._transport.ban(peer)
+
+    def lift_bans(self) -> None:
+        """Let in again whose ban has faded (swarm.reputation). To be called from time to time."""
+        for peer in tuple(self._refused):
+            if not self.reputation.is_banned(peer):
+                self._refused.discard(peer)
+                self._transport.lift_ban(peer)
+                self._on_event("unbanned", f"{peer} is no longer banned: its offences are long ago")
 
     def store_trouble(self, error: StoreError) -> None:
         """The database failed a service, which goes on: a full disk may be emptied."""

@@ -15,7 +15,8 @@ from protocol.rules import (
     check_informative,
     check_rewards,
 )
-from swarm.experience import ADMITTED, ExperienceStore, GroupRecord
+from swarm.experience import ExperienceStore
+from swarm.records import ADMITTED, GroupRecord
 
 SCORE_SECONDS = 30.0
 """Deadline for re-scoring one group; the scorer has shorter ones of its own for each answer."""
@@ -71,8 +72,8 @@ class Admission:
                 banned=self._banned,
             )
             expires, claimed = opened.expires, group.rewards
-            if self._store.has_task(producer, group.epoch, group.task):
-                raise Rejected(Reason.replayed, "another group of this producer for this task was judged before")
+            if self._store.group_of(producer, group.epoch, group.task) is not None:
+                raise Rejected(Reason.equivocation, "another group of this producer for this task was judged before")
             local = await self._score(group)
             check_rewards(group, local, self._manifest.caps.reward_tolerance)
             spec = self._manifest.environment(group.task.environment)

@@ -1,7 +1,7 @@
 """One SQLite connection with typed errors and short transactions. Used from the thread that opened it only."""
 
 import sqlite3
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -34,20 +34,32 @@ class Database:
     def close(self) -> None:
         self._connection.close()
 
-    def migrate(self, name: str, version: int, schema: str) -> None:
-        """Make the tables of `schema` unless there; `name` is the table that keeps their version."""
+    def migrate(self, name: str, version: int, schema: str, upgrades: Mapping[int, str] | None = None) -> None:
+        """Make the tables of `schema` unless there; `name` is the table that keeps their version.
+
+        `upgrades` has the statements that make tables of an older version into those of the one after it.
+        """
         with self.transaction():
             self.execute(f"CREATE TABLE IF NOT EXISTS {name} (version INTEGER NOT NULL)")
             found = self.one(f"SELECT version FROM {name}")
             if found is None:
-                for statement in schema.split(";\n"):
-                    self.execute(statement)
+                self._execute_all(schema)
                 self.execute(f"INSERT INTO {name} VALUES (?)", version)
-            elif found[0] != version:
+                return
+            (present,) = found
+            while upgrades and present in upgrades:
+                self._execute_all(upgrades[present])
+                present += 1
+                self.execute(f"UPDATE {name} SET version = ?", present)
+            if present != version:
                 raise StoreError(
-                    f"{self._path}: {name} is of version {found[0]}, this Shoal reads version {version};"
+                    f"{self._path}: {name} is of version {present}, this Shoal reads version {version};"
                     " use the Shoal that wrote it, or another --home"
                 )
+
+    def _execute_all(self, statements: str) -> None:
+        for statement in statements.split(";\n"):
+            self.execute(statement)
 
     def execute(self, statement: str, *values: object) -> int:
         """Run a statement; the number of rows it changed."""

@@ -18,26 +18,25 @@ from protocol.identity import Identity
 from protocol.manifest import Manifest
 from protocol.messages import Announcement, announce_topic
 from protocol.rollout import RolloutGroup
-from protocol.rules import Reason, Rejected, check_announcement, check_group
+from protocol.rules import check_group
 from swarm.accounts import Accounts
 from swarm.admission import Admission, Rescore, ScoringUnavailable, UnknownEnvironment
-from swarm.experience import ADMITTED, ANNOUNCED, ExperienceStore, GroupRecord, StoreError
+from swarm.experience import ExperienceStore, StoreError
 from swarm.fetch import FetchFailed, fetch_manifest
-from swarm.gate import AnnouncementGate, culprit
+from swarm.gate import AnnouncementGate
 from swarm.healing import Healer
-from swarm.pulling import MAX_WANTED, Puller
+from swarm.hearing import Hearing
+from swarm.pulling import Puller
+from swarm.records import ADMITTED, GroupRecord
 from swarm.reputation import Reputation
 from swarm.serving import Serving
 from swarm.transport import Message, PeerConnected, Transport, TransportError
-from swarm.wanted import Candidate
 
 __all__ = ["Exchange", "FetchFailed", "ScoringUnavailable", "UnknownEnvironment", "announcement_of", "fetch_manifest"]
 
 PULLERS = 4
 HEALERS = 2
 MAX_OUTBOX = 256
-MAX_REFUSED = 4096
-"""Refused announcements remembered: peers that judge otherwise offer them at every healing."""
 MAX_SHARDS = 4
 """Announcement topics followed, where the manifest has more."""
 PROVIDE_SECONDS = 1.0
@@ -77,7 +76,7 @@ class Exchange:
         self.reputation = Reputation(store, clock)
         banned = self.reputation.is_banned
         self._accounts = Accounts(transport, self.reputation, clock, on_event)
-        self._gate = AnnouncementGate(manifest, clock, environments=self._environments, banned=banned)
+        self._gate = AnnouncementGate(manifest, clock, banned=banned)
         admission = Admission(store, manifest, rescore, clock, environments=self._environments, banned=banned)
         self._puller = Puller(
             transport,
@@ -91,19 +90,21 @@ class Exchange:
             seed=seed,
             provide=self._provide,
         )
+        self._hearing = Hearing(
+            identity.peer_id, store, manifest, self._accounts, self._puller.want, clock, environments=self._environments
+        )
         self._healer = Healer(
             transport,
             store,
             manifest,
             self._accounts,
             clock,
-            self._hear,
+            self._hearing.hear,
             heal_seconds=heal_seconds,
             request_timeout=request_timeout,
             seed=seed,
         )
         self._serving = Serving(store, manifest, self._accounts, clock)
-        self._refused: dict[bytes, None] = {}
         self._outbox: asyncio.Queue[bytes] = asyncio.Queue(MAX_OUTBOX)
         self._to_provide: asyncio.Queue[bytes] = asyncio.Queue(MAX_OUTBOX)
 
@@ -112,11 +113,12 @@ class Exchange:
     def publish(self, group: RolloutGroup) -> bytes:
         """Keep an own group, announce it when the network can, and return its digest; never waits.
 
-        A group for a task of an epoch that was published already, before a restart too, is not published again: the
-        first one's digest is returned. Raises Rejected where every peer would reject it, and StoreError.
+        A group for a task of an epoch that was published already is not published again: the first one's digest is
+        returned. It is on disk before it is announced, so this holds over a kill at any instant, after which the loop
+        answers the same tasks anew. Raises Rejected where every peer would reject it, and StoreError.
         """
         me, now = self._identity.peer_id, self._clock()
-        known = self.store.own_group(me, group.epoch, group.task)
+        known = self.store.group_of(me, group.epoch, group.task)
         if known is not None:
             return known
         expires = now + self.manifest.caps.group_ttl_seconds
@@ -151,7 +153,7 @@ class Exchange:
         )
         with self.store.transaction():
             self.store.add(record, body)
-            self.store.add_announcement(opened.digest, me, sealed, opened.expires)
+            self._hearing.remember(announcement, me, sealed, opened.expires)
         self._accounts.counters.published += 1
         self._post(sealed)
         self._provide(opened.digest)
@@ -165,6 +167,7 @@ class Exchange:
         """`Counters` as JSON values."""
         counters = self._accounts.counters
         counters.dropped_announcements, counters.dropped_wanted = self._gate.dropped, self._puller.wanted.dropped
+        counters.turned_away = self._serving.turned_away
         return asdict(counters)
 
     # -- the service -----------------------------------------------------------------------------------------
@@ -173,8 +176,8 @@ class Exchange:
         """Serve and exchange until cancelled. The transport has been started. Raises StoreError at start only."""
         self._serving.serve_on(self.transport)
         for peer in self.reputation.banned():
-            self.transport.ban(peer)
-        self._want_again()
+            self._accounts.refuse(peer)
+        self._hearing.want_again()
         own_shard = self.manifest.shard_of(self._identity.peer_id)
         for i in range(min(self.manifest.shards, MAX_SHARDS)):
             shard = (own_shard + i) % self.manifest.shards
@@ -197,7 +200,7 @@ class Exchange:
         async for event in self.transport.events():
             try:
                 if isinstance(event, Message):
-                    self._hear(event.data, event.forwarder)
+                    self._hearing.hear(event.data, event.forwarder)
                 elif isinstance(event, PeerConnected):
                     self._greet(event.peer)
             except StoreError as error:
@@ -206,59 +209,18 @@ class Exchange:
 
     def _greet(self, peer: str) -> None:
         if self.reputation.is_banned(peer):
-            self.transport.ban(peer)
+            self._accounts.refuse(peer)
             return
         self.reputation.seen(peer)
-        self._healer.soon(peer)
-
-    def _hear(self, sealed: bytes, forwarder: str) -> bool:
-        """Take note of an announcement, from gossip or healing. True when it was valid and new. Raises StoreError."""
-        now, name = self._clock(), digest_of(sealed)
-        if name in self._refused:
-            return False
-        try:
-            opened, announcement = check_announcement(
-                sealed, self.manifest, now, environments=self._environments, banned=self.reputation.is_banned
-            )
-        except Rejected as rejected:
-            if rejected.reason is not Reason.from_future:
-                self._refused[name] = None
-            if len(self._refused) > MAX_REFUSED:
-                del self._refused[next(iter(self._refused))]
-            self._accounts.offence(culprit(sealed, forwarder, now), rejected)
-            return False
-        producer = opened.producer
-        if producer == self._identity.peer_id:
-            return False
-        with self.store.transaction():
-            if not self.store.add_announcement(announcement.group, producer, sealed, opened.expires):
-                return False
-            self.reputation.record(producer, ANNOUNCED, announcement.model)
-        self._accounts.counters.heard += 1
-        self._puller.want(Candidate(announcement, producer, opened.expires, forwarder))
-        return True
-
-    def _want_again(self) -> None:
-        """After a restart: what was announced and not pulled is still worth having."""
-        now = self._clock()
-        for _, sealed in reversed(self.store.announcements(now, MAX_WANTED)):
-            try:
-                opened, announcement = check_announcement(
-                    sealed, self.manifest, now, environments=self._environments, banned=self.reputation.is_banned
-                )
-            except Rejected:  # it was judged when it came; banned since, or of another swarm
-                continue
-            held = self.store.has_task(opened.producer, announcement.epoch, announcement.task)
-            if opened.producer != self._identity.peer_id and not held:
-                self._puller.want(Candidate(announcement, opened.producer, opened.expires, opened.producer))
+        self._healer.met(peer)
 
     async def _drain(self) -> None:
         """Count what the gate refused in the transport's thread."""
         while True:
             await asyncio.sleep(DRAIN_SECONDS)
             try:
-                for peer, rejected in self._gate.drain():
-                    self._accounts.offence(peer, rejected)
+                for rejected, peers in self._gate.drain():
+                    self._accounts.offence(rejected, *peers)
             except StoreError as error:
                 self._accounts.store_trouble(error)
 
@@ -267,6 +229,7 @@ class Exchange:
             await asyncio.sleep(TIDY_SECONDS)
             try:
                 self.store.tidy()
+                self._accounts.lift_bans()
             except StoreError as error:
                 self._accounts.store_trouble(error)
 

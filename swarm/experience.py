@@ -7,9 +7,8 @@ Rows outlive their groups' expiry as the history that people look at, until `max
 """
 
 import struct
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,11 @@ import msgspec
 from protocol.envelope import Domain, unseal
 from protocol.rejection import Rejected
 from protocol.rollout import RolloutGroup, TaskRef
+from swarm import announcements, peer_records
+from swarm.announcements import Announcements
 from swarm.database import Database, StoreError, StoreFull
+from swarm.peer_records import PeerRecords
+from swarm.records import ADMITTED, ANNOUNCED, GroupRecord, PeerRecord, PoolEntry
 
 __all__ = [
     "ADMITTED",
@@ -32,25 +35,17 @@ __all__ = [
     "UnknownGroup",
 ]
 
-SCHEMA_VERSION = 1
-ADMITTED = "admitted"
-ANNOUNCED = "announced"
+SCHEMA_VERSION = 2
 ROW_BYTES = 512
 """What a row is taken to cost besides its body, indexes included."""
 MAX_REJECTED_BODY = 64 * 1024
 """A rejected group's body is kept for people to look at, unless it is longer than this."""
-MAX_ANNOUNCEMENTS = 8192
-MAX_PRODUCER_ANNOUNCEMENTS = 1024
-"""Of one producer, the newest by expiry, so that its flood takes no room from others and all nodes keep the same."""
-MAX_PEERS = 10_000
-PROVEN = 0.5
-"""Sum of admitted groups from which a peer is remembered before strangers and banned ones."""
 MAX_BODY_BYTES = 64 * 2**20
 """The largest group that any manifest can allow."""
 
 _group_decoder = msgspec.msgpack.Decoder(RolloutGroup)
 
-_SCHEMA = """
+_GROUPS = """
 CREATE TABLE groups (
     row INTEGER PRIMARY KEY, digest BLOB NOT NULL UNIQUE, body BLOB NOT NULL, size INTEGER NOT NULL,
     origin TEXT NOT NULL, producer TEXT NOT NULL, epoch INTEGER NOT NULL,
@@ -60,17 +55,9 @@ CREATE TABLE groups (
 CREATE INDEX groups_task ON groups (producer, epoch, environment, seed, slot);
 CREATE INDEX groups_expiry ON groups (expires_at);
 CREATE INDEX groups_pool ON groups (expires_at, uses, producer) WHERE origin = 'foreign' AND verdict = 'admitted';
-CREATE TABLE announcements (
-    row INTEGER PRIMARY KEY, digest BLOB NOT NULL, producer TEXT NOT NULL, sealed BLOB NOT NULL,
-    expires_at REAL NOT NULL, UNIQUE (digest, producer));
-CREATE INDEX announcements_expiry ON announcements (expires_at);
-CREATE INDEX announcements_producer ON announcements (producer, expires_at);
-CREATE TABLE peers (
-    peer TEXT PRIMARY KEY, accepted REAL NOT NULL, penalty REAL NOT NULL, updated_at REAL NOT NULL,
-    banned INTEGER NOT NULL, model TEXT NOT NULL, first_seen REAL NOT NULL, last_seen REAL NOT NULL) WITHOUT ROWID;
-CREATE TABLE verdicts (
-    peer TEXT NOT NULL, verdict TEXT NOT NULL, count INTEGER NOT NULL, PRIMARY KEY (peer, verdict)) WITHOUT ROWID;
 """
+# Announcements live half an hour and come again by healing.
+_UPGRADES = {1: "DROP TABLE announcements;\n" + announcements.SCHEMA}
 
 _COLUMNS = (
     "row, digest, size, origin, producer, epoch, environment, version, seed, slot, model, claimed, local, verdict,"
@@ -83,59 +70,8 @@ class UnknownGroup(LookupError):
     """No group, or more than one, has this digest or prefix; or its body is no longer held."""
 
 
-@dataclass(frozen=True, slots=True)
-class GroupRecord:
-    """A group as it is remembered: own, admitted, or rejected with why. The sealed body is read apart."""
-
-    digest: bytes
-    origin: str
-    """'own' or 'foreign'."""
-    producer: str
-    epoch: int
-    task: TaskRef
-    model: str
-    claimed: tuple[float, ...]
-    local: tuple[float, ...]
-    """Rewards computed here; empty when the group was rejected before it was scored."""
-    verdict: str
-    """'admitted', or the name of a `protocol.rules.Reason`."""
-    detail: str
-    received_at: float
-    expires_at: float
-    size: int = 0
-    """Length of the sealed body, whether or not it is still held."""
-    row: int = 0
-    uses: int = 0
-    """How many updates it went into."""
-
-
-@dataclass(frozen=True, slots=True)
-class PoolEntry:
-    """An admitted foreign group that can be trained on."""
-
-    digest: bytes
-    producer: str
-    rewards: tuple[float, ...]
-    """Computed here, one per completion."""
-    received_at: float
-
-
-@dataclass(frozen=True, slots=True)
-class PeerRecord:
-    """What is remembered of a peer; see `swarm.reputation` for the meaning of the sums."""
-
-    peer: str
-    accepted: float
-    penalty: float
-    updated_at: float
-    banned: bool
-    model: str
-    first_seen: float
-    last_seen: float
-
-
 class ExperienceStore:
-    """Groups, announcements and peers in SQLite. Raises StoreError, and StoreFull when the disk is full."""
+    """Groups, and with them `announcements` and `peers`. Raises StoreError, and StoreFull when the disk is full."""
 
     def __init__(
         self, path: Path, max_bytes: int, clock: Callable[[], float], *, keep_seconds: float = 7 * 86400
@@ -144,7 +80,11 @@ class ExperienceStore:
         self.evicted = 0
         """Groups whose row or body had to go to keep within `max_bytes`."""
         self._db = Database(path)
-        self._db.migrate("experience_schema", SCHEMA_VERSION, _SCHEMA)
+        self._db.migrate(
+            "experience_schema", SCHEMA_VERSION, _GROUPS + announcements.SCHEMA + peer_records.SCHEMA, _UPGRADES
+        )
+        self.announcements = Announcements(self._db)
+        self.peers = PeerRecords(self._db)
         self._bytes = self._count_bytes()
 
     def close(self) -> None:
@@ -191,13 +131,17 @@ class ExperienceStore:
         """Whether this digest was judged before, whatever came of it."""
         return self._db.one("SELECT 1 FROM groups WHERE digest = ?", digest) is not None
 
-    def has_task(self, producer: str, epoch: int, task: TaskRef) -> bool:
-        """Whether a group of this producer for this task and epoch was judged before: one is all it may send."""
-        return self._by_task("1", producer, epoch, task) is not None
-
-    def own_group(self, producer: str, epoch: int, task: TaskRef) -> bytes | None:
-        """Digest of the group that this node published for a task, so that it is published once only."""
-        row = self._by_task("digest", producer, epoch, task)
+    def group_of(self, producer: str, epoch: int, task: TaskRef) -> bytes | None:
+        """Digest of the group of this producer for a task of an epoch, own ones too: one is all it may send."""
+        row = self._db.one(
+            "SELECT digest FROM groups WHERE producer = ? AND epoch = ? AND environment = ? AND seed = ? AND slot = ?"
+            " ORDER BY row LIMIT 1",
+            producer,
+            epoch,
+            task.environment,
+            task.seed,
+            task.index,
+        )
         return row[0] if row else None
 
     def body(self, digest: bytes) -> bytes | None:
@@ -254,94 +198,6 @@ class ExperienceStore:
         """Count one more use of each."""
         self._db.execute_many("UPDATE groups SET uses = uses + 1 WHERE digest = ?", [(digest,) for digest in digests])
 
-    # -- announcements ---------------------------------------------------------------------------------------
-
-    def add_announcement(self, digest: bytes, producer: str, sealed: bytes, expires_at: float) -> bool:
-        """Remember a verified announcement of group `digest`. False when known, or when its producer has many newer."""
-        with self.transaction():
-            oldest = self._db.one(
-                "SELECT expires_at FROM announcements WHERE producer = ? ORDER BY expires_at DESC LIMIT 1 OFFSET ?",
-                producer,
-                MAX_PRODUCER_ANNOUNCEMENTS - 1,
-            )
-            if oldest is not None and expires_at <= oldest[0]:
-                return False
-            added = self._db.execute(
-                "INSERT OR IGNORE INTO announcements (digest, producer, sealed, expires_at) VALUES (?,?,?,?)",
-                digest,
-                producer,
-                sealed,
-                expires_at,
-            )
-            if added and oldest is not None:
-                self._db.execute("DELETE FROM announcements WHERE producer = ? AND expires_at <= ?", producer, *oldest)
-            self._db.execute(
-                "DELETE FROM announcements WHERE row <= (SELECT MAX(row) FROM announcements) - ?", MAX_ANNOUNCEMENTS
-            )
-        return bool(added)
-
-    def announcements(
-        self,
-        now: float,
-        limit: int,
-        *,
-        without: Collection[bytes] = (),
-        banned: Callable[[str], bool] = lambda producer: False,
-    ) -> list[tuple[bytes, bytes]]:
-        """Unexpired (group digest, sealed announcement), newest first; not of groups in `without`, nor of `banned`."""
-        found: list[tuple[bytes, bytes]] = []
-        for digest, producer, sealed in self._db.each(
-            "SELECT digest, producer, sealed FROM announcements WHERE expires_at > ? ORDER BY row DESC", now
-        ):
-            if len(found) == limit:
-                break
-            if digest not in without and not banned(producer):
-                found.append((digest, sealed))
-        return found
-
-    def live_digests(self, now: float, limit: int) -> list[bytes]:
-        """Digests of unexpired announced groups, newest first."""
-        rows = self._db.all(
-            "SELECT digest, MAX(row) AS newest FROM announcements WHERE expires_at > ? GROUP BY digest"
-            " ORDER BY newest DESC LIMIT ?",
-            now,
-            limit,
-        )
-        return [digest for digest, _ in rows]
-
-    # -- peers -----------------------------------------------------------------------------------------------
-
-    def peers(self) -> list[PeerRecord]:
-        rows = self._db.all(
-            "SELECT peer, accepted, penalty, updated_at, banned, model, first_seen, last_seen FROM peers ORDER BY peer"
-        )
-        return [
-            PeerRecord(peer, accepted, penalty, updated_at, bool(banned), model, first_seen, last_seen)
-            for peer, accepted, penalty, updated_at, banned, model, first_seen, last_seen in rows
-        ]
-
-    def save_peer(self, record: PeerRecord, verdict: str | None = None) -> None:
-        """Write a peer's record and, with `verdict`, count one more of it."""
-        with self.transaction():
-            self._db.execute(
-                "INSERT OR REPLACE INTO peers VALUES (?,?,?,?,?,?,?,?)",
-                record.peer, record.accepted, record.penalty, record.updated_at, record.banned, record.model,
-                record.first_seen, record.last_seen,
-            )  # fmt: skip
-            if verdict is not None:
-                self._db.execute(
-                    "INSERT INTO verdicts VALUES (?,?,1) ON CONFLICT DO UPDATE SET count = count + 1",
-                    record.peer,
-                    verdict,
-                )
-
-    def verdicts(self) -> dict[str, dict[str, int]]:
-        """How often each verdict fell, by peer, since this home was made: 'announced', 'admitted', and reasons."""
-        found: dict[str, dict[str, int]] = {}
-        for peer, verdict, count in self._db.all("SELECT peer, verdict, count FROM verdicts"):
-            found.setdefault(peer, {})[verdict] = count
-        return found
-
     # -- bounds ----------------------------------------------------------------------------------------------
 
     def tidy(self) -> None:
@@ -349,14 +205,8 @@ class ExperienceStore:
         now = self._clock()
         with self.transaction():
             self._db.execute("DELETE FROM groups WHERE expires_at < ?", now - self._keep_seconds)
-            self._db.execute("DELETE FROM announcements WHERE expires_at < ?", now)
-            self._db.execute(
-                "DELETE FROM peers WHERE peer NOT IN (SELECT peer FROM peers"
-                " ORDER BY accepted >= ? DESC, banned DESC, last_seen DESC LIMIT ?)",
-                PROVEN,
-                MAX_PEERS,
-            )
-            self._db.execute("DELETE FROM verdicts WHERE peer NOT IN (SELECT peer FROM peers)")
+            self.announcements.tidy(now)
+            self.peers.tidy()
         self._bytes = self._count_bytes()
 
     def _evict(self) -> None:
@@ -391,16 +241,6 @@ class ExperienceStore:
         row = self._db.one(f"SELECT COALESCE(SUM(LENGTH(body) + {ROW_BYTES}), 0) FROM groups")
         assert row is not None  # an aggregate always has one
         return int(row[0])
-
-    def _by_task(self, what: str, producer: str, epoch: int, task: TaskRef) -> tuple[Any, ...] | None:
-        return self._db.one(
-            f"SELECT {what} FROM groups WHERE producer = ? AND epoch = ? AND environment = ? AND seed = ? AND slot = ?",
-            producer,
-            epoch,
-            task.environment,
-            task.seed,
-            task.index,
-        )
 
 
 def _pack(values: Sequence[float]) -> bytes:

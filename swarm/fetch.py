@@ -16,7 +16,7 @@ from protocol.messages import (
     GroupRequest,
     ManifestRequest,
 )
-from swarm.transport import AnswerTooLarge, Transport, TransportError
+from swarm.transport import AnswerTooLarge, Busy, Transport, TransportError
 
 MAX_REQUESTS = 6
 """Requests for one group before it is given up for now."""
@@ -25,10 +25,20 @@ NEIGHBOURS = 2
 SHUN_SECONDS = 60.0
 """A holder that failed is asked last for this long, so that a dead one costs few deadlines."""
 MAX_SHUNNED = 1024
+LEAST_WAIT_SECONDS = 0.5
+"""A peer that asks to wait is left alone so long at least: one that always says `soon` must not keep us busy."""
 
 
 class FetchFailed(Exception):
     """Nobody gave the bytes that were asked for; the message says what each peer did instead."""
+
+
+class HoldersBusy(FetchFailed):
+    """Nobody gave them now, but a holder may after `seconds`."""
+
+    def __init__(self, message: str, seconds: float) -> None:
+        super().__init__(message)
+        self.seconds = seconds
 
 
 class Fetcher:
@@ -45,12 +55,13 @@ class Fetcher:
         self._transport, self._clock, self._timeout = transport, clock, request_timeout
         self._on_mismatch = on_mismatch
         self._failed_at: dict[str, float] = {}
+        self._busy_until: dict[str, float] = {}
 
     async def fetch(self, digest: bytes, size: int, first: Sequence[str]) -> bytes:
         """The `size` bytes whose SHA-256 is `digest`.
 
         Asks `first` in order, then a few connected peers, then whoever the DHT knows to hold them, each for what is
-        still missing. Raises FetchFailed, after at most MAX_REQUESTS deadlines.
+        still missing. Raises FetchFailed, after at most MAX_REQUESTS deadlines; HoldersBusy when one asked to wait.
         """
         # by rendezvous hash, so that not every node asks the same neighbours
         others = sorted(
@@ -58,10 +69,10 @@ class Fetcher:
             key=lambda peer: hashlib.sha256(digest + peer.encode()).digest(),
         )
         holders = deque(self._unshunned_first(dict.fromkeys((*first, *others[:NEIGHBOURS]))))
-        asked_dht, mixed, problems = False, False, []
+        asked_dht, mixed, problems, waits = False, False, [], list[float]()
         sink, senders = bytearray(), set[str]()
         for _ in range(MAX_REQUESTS):
-            if not holders and not asked_dht:
+            if not holders and not asked_dht and not waits:  # who asks to wait has it
                 asked_dht = True
                 providers = await self._transport.find_providers(digest, timeout=self._timeout)
                 holders.extend(peer for peer in providers if peer not in first)
@@ -71,6 +82,8 @@ class Fetcher:
             if peer == self._transport.peer_id:
                 continue
             problem = await self._ask(peer, digest, size, sink, senders)
+            if wait := self.wait(peer):
+                waits.append(wait)
             if problem:
                 problems.append(f"{peer[-8:]}: {problem}")
             if len(sink) < size:
@@ -91,7 +104,10 @@ class Fetcher:
                 holders.extendleft(sorted(senders - {peer}))
                 holders.appendleft(peer)
             sink, senders = bytearray(), set()
-        raise FetchFailed("; ".join(problems) or "no peer to ask")
+        message = "; ".join(problems) or "no peer to ask"
+        if waits:
+            raise HoldersBusy(message, min(waits))
+        raise FetchFailed(message)
 
     async def fetch_batch(self, peer: str, wanted: Sequence[tuple[bytes, int]]) -> dict[bytes, bytes]:
         """Bodies by digest of those (digest, size) that `peer` gave over one stream; `fetch` is for the rest.
@@ -110,6 +126,8 @@ class Fetcher:
             )
         except AnswerTooLarge:
             pass  # what was announced may be wrong: `fetch` finds out which
+        except Busy as busy:
+            self._let_wait(peer, busy.seconds)
         except TransportError:
             self._shun(peer)
         bodies, offset = {}, 0
@@ -122,12 +140,17 @@ class Fetcher:
 
     async def _ask(self, peer: str, digest: bytes, size: int, sink: bytearray, senders: set[str]) -> str:
         """One request for what is missing, into `sink`; what went wrong, or ''."""
+        if wait := self.wait(peer):
+            return f"asked to wait, {wait:.1f} s more"
         offset, problem = len(sink), ""
         request = msgspec.msgpack.encode(GroupRequest(digest, offset))
         try:
             await self._transport.request(
                 peer, GROUPS_PROTOCOL, request, max_bytes=size - offset, timeout=self._timeout, sink=sink
             )
+        except Busy as busy:
+            problem = str(busy)
+            self._let_wait(peer, busy.seconds)
         except TransportError as error:
             problem = str(error) or type(error).__name__
             if not isinstance(error, AnswerTooLarge):  # a lie about a group's size must not discredit its holders
@@ -144,12 +167,22 @@ class Fetcher:
         if len(self._failed_at) > MAX_SHUNNED:
             del self._failed_at[next(iter(self._failed_at))]
 
+    def _let_wait(self, peer: str, seconds: float) -> None:
+        self._busy_until.pop(peer, None)
+        self._busy_until[peer] = self._clock() + max(seconds, LEAST_WAIT_SECONDS)
+        if len(self._busy_until) > MAX_SHUNNED:
+            del self._busy_until[next(iter(self._busy_until))]
+
+    def wait(self, peer: str) -> float:
+        """Seconds that the peer asked to wait and that are not over; 0: ask."""
+        return max(0.0, self._busy_until.get(peer, -math.inf) - self._clock())
+
     def shunned(self, peer: str) -> bool:
         """Whether the peer failed lately."""
         return self._clock() - self._failed_at.get(peer, -math.inf) < SHUN_SECONDS
 
     def _unshunned_first(self, peers: Iterable[str]) -> list[str]:
-        return sorted(peers, key=self.shunned)
+        return sorted(peers, key=lambda peer: self.shunned(peer) or self.wait(peer) > 0)
 
 
 async def fetch_manifest(transport: Transport, digest: bytes, peers: Sequence[str], timeout: float) -> bytes:

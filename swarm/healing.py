@@ -7,18 +7,27 @@ from collections.abc import Callable
 import msgspec
 
 from protocol.manifest import Manifest
-from protocol.messages import LIVE_PROTOCOL, MAX_ANNOUNCEMENT_BYTES, LiveRequest, LiveResponse
+from protocol.messages import (
+    LIVE_PROTOCOL,
+    MAX_ANNOUNCEMENT_BYTES,
+    MAX_HAVE,
+    MAX_LIVE,
+    LiveRequest,
+    LiveResponse,
+)
 from protocol.rules import Reason, Rejected
 from swarm.accounts import Accounts
 from swarm.experience import ExperienceStore, StoreError
-from swarm.transport import Transport, TransportError
+from swarm.transport import Busy, Transport, TransportError
 
-MAX_HAVE = 1024
-MAX_LIVE = 64
-"""Both as in protocol.messages."""
 MAX_LIVE_BYTES = MAX_LIVE * (MAX_ANNOUNCEMENT_BYTES + 8) + 64
 HEAL_ROUNDS = 32
 """Answers taken from one peer at a meeting."""
+MEETING_SECONDS = 30.0
+"""For all of them: what is not healed by then is another time."""
+SETTLED_SECONDS = 5
+"""Younger announcements are not asked for from time to time: gossip is still bringing them. On meeting a peer they are,
+because nothing was gossiped between the two before."""
 MAX_WAITING = 256
 
 
@@ -42,21 +51,20 @@ class Healer:
         self._accounts, self._clock, self._hear = accounts, clock, hear
         self._heal_seconds, self._timeout = heal_seconds, request_timeout
         self._random = random.Random(seed)
-        self._waiting: dict[str, None] = {}
+        self._waiting: dict[str, int] = {}
+        """Whom to ask, for what is how old at least (s)."""
         self._wake = asyncio.Event()
 
-    def soon(self, peer: str) -> None:
-        """Ask this peer as soon as a healer is free. With many waiting it is left for another time."""
-        if len(self._waiting) < MAX_WAITING:
-            self._waiting[peer] = None
-            self._wake.set()
+    def met(self, peer: str) -> None:
+        """Ask a new peer for everything as soon as a healer is free. With many waiting it is left for another time."""
+        self._soon(peer, 0)
 
     async def meet(self) -> None:
         """Ask one connected peer now and then, at jittered intervals so that a swarm does not ask in step."""
         while True:
             await asyncio.sleep(self._heal_seconds * self._random.uniform(0.75, 1.25))
             if peers := self._transport.peers():
-                self.soon(self._random.choice(peers))
+                self._soon(self._random.choice(peers), SETTLED_SECONDS)
 
     async def run(self) -> None:
         """One healer; several may run."""
@@ -66,30 +74,46 @@ class Healer:
                 await self._wake.wait()
                 continue
             peer = next(iter(self._waiting))
-            del self._waiting[peer]
+            settled = self._waiting.pop(peer)
             try:
-                await self._heal(peer)
-            except TransportError:
-                continue  # it left, or is not of this swarm; there are others, and another time
+                async with asyncio.timeout(MEETING_SECONDS):
+                    await self._heal(peer, settled)
+            except (TransportError, TimeoutError):
+                continue  # it left, is slow, or is not of this swarm; there are others, and another time
             except StoreError as error:
                 self._accounts.store_trouble(error)
 
-    async def _heal(self, peer: str) -> None:
+    def _soon(self, peer: str, settled: int) -> None:
+        if len(self._waiting) < MAX_WAITING:
+            self._waiting[peer] = min(settled, self._waiting.get(peer, settled))
+            self._wake.set()
+
+    async def _heal(self, peer: str, settled: int) -> None:
         for _ in range(HEAL_ROUNDS):
-            have = tuple(self._store.live_digests(self._clock(), MAX_HAVE))
-            request = msgspec.msgpack.encode(LiveRequest(self._manifest.digest, have))
-            answer = await self._transport.request(
-                peer, LIVE_PROTOCOL, request, max_bytes=MAX_LIVE_BYTES, timeout=self._timeout
-            )
+            have = tuple(self._store.announcements.digests(self._clock(), MAX_HAVE))
+            answer = await self._ask(peer, LiveRequest(self._manifest.digest, have, settled))
             try:
                 announcements = msgspec.msgpack.decode(answer, type=LiveResponse).announcements
             except msgspec.DecodeError as error:
-                self._accounts.offence(peer, Rejected(Reason.malformed, f"answer to {LIVE_PROTOCOL}: {error}"))
+                self._accounts.offence(Rejected(Reason.malformed, f"answer to {LIVE_PROTOCOL}: {error}"), peer)
                 return
             new = 0
             for sealed in announcements:
-                new += self._hear(sealed, peer)
+                heard = self._hear(sealed, peer)
+                new += heard
+                self._accounts.counters.healed += heard
                 await asyncio.sleep(0)
-            self._accounts.counters.healed += new
             if len(announcements) < MAX_LIVE or not new:
                 return
+
+    async def _ask(self, peer: str, request: LiveRequest) -> bytes:
+        """The answer, however often the peer asks to wait: the caller holds a deadline. Raises TransportError."""
+        raw = msgspec.msgpack.encode(request)
+        while True:
+            try:
+                return await self._transport.request(
+                    peer, LIVE_PROTOCOL, raw, max_bytes=MAX_LIVE_BYTES, timeout=self._timeout
+                )
+            except Busy as busy:
+                self._accounts.counters.put_off += 1
+                await asyncio.sleep(busy.seconds)

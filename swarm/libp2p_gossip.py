@@ -15,6 +15,7 @@ from libp2p.pubsub.pb import rpc_pb2
 from libp2p.pubsub.pubsub import Pubsub
 
 from protocol.messages import MAX_ANNOUNCEMENT_BYTES
+from swarm.allowance import Allowance
 from swarm.transport import Message
 
 # Not 1.2: its IDONTWANT would take half of the 32 slots of a peer's queue, and our messages are small.
@@ -47,8 +48,7 @@ class Inbox:
     def __init__(self, own: ID, deliver: Callable[[Message], None], clock: Callable[[], float]) -> None:
         self._own = own.to_bytes()
         self._deliver = deliver
-        self._clock = clock
-        self._allowance: dict[str, tuple[float, float]] = {}
+        self._allowance = Allowance(FORWARDER_RATE, FORWARDER_BURST, clock)
         self.messages = 0
         self.bytes = 0
 
@@ -65,7 +65,7 @@ class Inbox:
             if message.from_id == self._own:
                 return forwarder.to_bytes() == self._own
             sender = str(forwarder)
-            if len(message.data) > MAX_ANNOUNCEMENT_BYTES or not self._within_rate(sender):
+            if len(message.data) > MAX_ANNOUNCEMENT_BYTES or not self._allowance.take(sender):
                 return False
             if check is not None and not self._passes(check, sender, message.data):
                 return False
@@ -85,11 +85,4 @@ class Inbox:
             return False
 
     def forget(self, forwarder: str) -> None:
-        self._allowance.pop(forwarder, None)
-
-    def _within_rate(self, forwarder: str) -> bool:
-        now = self._clock()
-        allowance, then = self._allowance.get(forwarder, (FORWARDER_BURST, now))
-        allowance = min(FORWARDER_BURST, allowance + (now - then) * FORWARDER_RATE)
-        self._allowance[forwarder] = (max(0.0, allowance - 1), now)
-        return allowance >= 1
+        self._allowance.forget(forwarder)

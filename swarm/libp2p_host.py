@@ -6,7 +6,6 @@ failed for a minute, and a peer that vanishes without a FIN is never noticed.
 """
 
 import logging
-import secrets
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -14,8 +13,6 @@ from dataclasses import dataclass
 import trio
 from libp2p.abc import INetStream
 from libp2p.exceptions import BaseLibp2pError
-from libp2p.host.ping import ID as PING_PROTOCOL
-from libp2p.host.ping import PING_LENGTH
 from libp2p.peer.id import ID
 from libp2p.peer.peerinfo import PeerInfo
 from libp2p.peer.peerstore import PeerStoreError
@@ -24,8 +21,10 @@ from multiaddr import Multiaddr
 
 from swarm.framing import FrameError
 from swarm.libp2p_addresses import ADDRESSES_PER_PEER, AddressBook, parse, without_peer
+from swarm.libp2p_bans import Bans
 from swarm.libp2p_dht import Dht
 from swarm.libp2p_gossip import Inbox, new_pubsub
+from swarm.libp2p_ping import answers
 from swarm.libp2p_setup import ConnectionEvents, HostSettings, check_port_is_free, configured_host
 from swarm.libp2p_streams import IDLE_SECONDS, Runtime, Streams
 from swarm.transport import (
@@ -39,13 +38,11 @@ from swarm.transport import (
 PUBLISH_INTERVAL = 0.005
 """Seconds between two gossip messages of ours: a peer's 32 slots drain faster than that."""
 PUBLISH_QUEUE = 512
-PING_INTERVAL, PING_TIMEOUT = 15.0, 20.0
-"""A peer that vanished without closing its connection is given up after about this long."""
+PING_INTERVAL = 15.0
+"""A peer that vanished without closing its connection is given up after this long and a ping's deadline."""
 DHT_REFRESH_SECONDS, DHT_LOOKUP_SECONDS = 60.0, 20.0
 ADDRESS_SECONDS = 24 * 3600
 CLOSE_SECONDS = 1.0
-MAX_BANNED = 16_384
-"""Bans held here; the exchange bans again whom it knows of when it connects."""
 
 STREAM_ERRORS = (
     BaseLibp2pError,
@@ -66,7 +63,7 @@ class Calls:
 
     emit: Callable[[Event], None]
     answer: Callable[[str, str, bytes], Awaitable[bytes]]
-    """Run the handler of (protocol, peer, request) over there; raises RequestFailed when that failed."""
+    """Run the handler of (protocol, peer, request) over there; raises Busy as it did, RequestFailed if it failed."""
 
 
 class Libp2pHost:
@@ -85,13 +82,9 @@ class Libp2pHost:
         self._publish_send, self._publish_receive = trio.open_memory_channel[tuple[str, bytes]](PUBLISH_QUEUE)
         self._nursery: trio.Nursery | None = None
         self._book = AddressBook()
-        self._banned: dict[str, None] = {}
-        self.streams = Streams(
-            self._host,
-            Runtime(trio.current_time, trio.fail_after, self._finish, STREAM_ERRORS),
-            calls.answer,
-            self._banned.__contains__,
-        )
+        self._banned = Bans(self._pubsub)
+        self._runtime = Runtime(trio.current_time, trio.fail_after, self._finish, STREAM_ERRORS)
+        self.streams = Streams(self._host, self._runtime, calls.answer, self._banned.__contains__)
         self.connected: dict[str, None] = {}
         self.published = self.published_bytes = self.dropped_publishes = 0
 
@@ -163,7 +156,7 @@ class Libp2pHost:
     async def _welcome(self, peer: str) -> None:
         """Count a peer as connected once it has answered: one that bans us closes instead. Then tell the DHT."""
         peer_id = ID.from_base58(peer)
-        if not await self._answers(peer) or peer in self.connected or peer in self._banned:
+        if not await answers(self._host, self._runtime, peer) or peer in self.connected or peer in self._banned:
             return
         if not self._network.get_connections(peer_id):
             return
@@ -227,44 +220,17 @@ class Libp2pHost:
                 nursery.start_soon(self._contained, self.disconnect, peer)
 
     def ban(self, peer: str) -> None:
-        peer_id = ID.from_base58(peer)
-        if peer not in self._banned and len(self._banned) >= MAX_BANNED:
-            oldest = next(iter(self._banned))
-            del self._banned[oldest]
-            self._pubsub.blacklisted_peers.discard(ID.from_base58(oldest))
-        self._banned[peer] = None
-        # Not Pubsub.add_to_blacklist: its background clean-up races with that of the closing connection.
-        self._pubsub.blacklisted_peers.add(peer_id)
-        self._dht.drop(peer_id)
+        self._banned.add(peer)
+        self._dht.drop(ID.from_base58(peer))
         self._book.forget(peer)
         self._spawn(self.disconnect, peer)
 
-    async def _answers(self, peer: str) -> bool:
-        """One ping. A peer that vanished without closing its connection shows in no other way.
-
-        On a stream of its own: the library's PingService breaks when two pings of a peer overlap.
-        """
-        payload, echo = secrets.token_bytes(PING_LENGTH), b""
-        stream: INetStream | None = None
-        try:
-            with trio.move_on_after(PING_TIMEOUT):
-                stream = await self._host.new_stream(ID.from_base58(peer), [PING_PROTOCOL])
-                await stream.write(payload)
-                while len(echo) < PING_LENGTH:
-                    piece = await stream.read(PING_LENGTH - len(echo))
-                    if not piece:
-                        break
-                    echo += piece
-        except STREAM_ERRORS as error:
-            log.debug("ping of %s: %r", peer, error)
-        finally:
-            if stream is not None:
-                await self._finish(stream, echo == payload)
-        return echo == payload
+    def lift_ban(self, peer: str) -> None:
+        self._banned.lift(peer)
 
     async def _keep_alive(self) -> None:
         async def check(peer: str) -> None:
-            if not await self._answers(peer) and peer in self.connected:
+            if not await answers(self._host, self._runtime, peer) and peer in self.connected:
                 await self.disconnect(peer)
 
         while True:

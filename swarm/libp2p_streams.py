@@ -14,8 +14,17 @@ from libp2p.abc import IHost, INetStream
 from libp2p.custom_types import TProtocol
 from libp2p.peer.id import ID
 
-from swarm.framing import CHUNK_BYTES, FrameClosed, FrameTooLarge, read_frame, write_frame
-from swarm.transport import MAX_STREAMS_PER_PEER, AnswerTooLarge, RequestFailed
+from swarm.framing import (
+    CHUNK_BYTES,
+    FrameClosed,
+    FrameRefused,
+    FrameTooLarge,
+    read_answer,
+    read_frame,
+    write_frame,
+    write_wait,
+)
+from swarm.transport import MAX_STREAMS_PER_PEER, AnswerTooLarge, Busy, RequestFailed
 
 MAX_SERVED_STREAMS = 256
 REQUEST_READ_SECONDS = 10.0
@@ -53,7 +62,7 @@ class Streams:
         answer: Callable[[str, str, bytes], Awaitable[bytes]],
         refuses: Callable[[str], bool],
     ) -> None:
-        """`answer`: runs the handler of (protocol, peer, request), raises RequestFailed when that fails."""
+        """`answer`: runs the handler of (protocol, peer, request), raises RequestFailed, of which Busy is passed on."""
         self._host = host
         self._runtime = runtime
         self._answer = answer
@@ -101,8 +110,13 @@ class Streams:
         with self._runtime.deadline(REQUEST_READ_SECONDS):
             await read_frame(stream, max_request, request.extend)
         self.bytes_in += len(request)
-        with self._runtime.deadline(HANDLER_SECONDS):
-            answer = await self._answer(protocol, peer, bytes(request))
+        try:
+            with self._runtime.deadline(HANDLER_SECONDS):
+                answer = await self._answer(protocol, peer, bytes(request))
+        except Busy as busy:
+            with self._runtime.deadline(ANSWER_WRITE_SECONDS):
+                await write_wait(stream, busy.seconds)
+            return
         with self._runtime.deadline(ANSWER_WRITE_SECONDS + len(answer) / CHUNK_BYTES):
             await write_frame(stream, answer)
         self.bytes_out += len(answer)
@@ -125,7 +139,7 @@ class Streams:
                 await self._ask(idle, peer, protocol, data, max_bytes, count)
                 return
             except self._runtime.errors as error:
-                if began or isinstance(error, FrameTooLarge):
+                if began or isinstance(error, FrameTooLarge | FrameRefused):
                     raise _failed(peer, protocol, error) from error
                 # The server may have given the stream up before it saw the request: a fresh one will tell.
                 log.debug("idle stream of %s to %s: %r", protocol, peer, error)
@@ -148,8 +162,11 @@ class Streams:
         try:
             await write_frame(stream, data)
             self.bytes_out += len(data)
-            await read_frame(stream, max_bytes, arrived)
+            await read_answer(stream, max_bytes, arrived)
             whole = True
+        except FrameRefused:
+            whole = True
+            raise
         finally:
             idle = self._idle.setdefault(peer, [])
             if whole and len(idle) < IDLE_STREAMS_PER_PEER:
@@ -183,5 +200,7 @@ class Streams:
 
 
 def _failed(peer: str, protocol: str, error: Exception) -> RequestFailed:
+    if isinstance(error, FrameRefused):
+        return Busy(error.seconds)
     kind = AnswerTooLarge if isinstance(error, FrameTooLarge) else RequestFailed
     return kind(f"{protocol} to {peer}: {str(error) or type(error).__name__}")

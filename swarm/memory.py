@@ -17,6 +17,7 @@ from swarm.transport import (
     EVENT_LIMIT,
     MAX_STREAMS_PER_PEER,
     AnswerTooLarge,
+    Busy,
     Event,
     Handler,
     Message,
@@ -183,6 +184,9 @@ class MemoryTransport:
         self._banned.add(peer)
         self.unlink(peer)
 
+    def lift_ban(self, peer: str) -> None:
+        self._banned.discard(peer)
+
     async def subscribe(self, topic: str, check: Callable[[str, bytes], bool] | None = None) -> None:
         self._topics[topic] = check
 
@@ -279,7 +283,7 @@ class MemoryTransport:
             there.unlink(self._peer_id)
 
     async def answer(self, peer: str, protocol: str, data: bytes) -> bytes:
-        """Serve one request of `peer`. Raises RequestFailed where libp2p would reset the stream."""
+        """Serve one request of `peer`. Raises Busy as libp2p would, RequestFailed where it would reset the stream."""
         if protocol not in self._handlers:
             raise RequestFailed(f"{self._peer_id} does not serve {protocol}")
         handler, max_request = self._handlers[protocol]
@@ -294,6 +298,8 @@ class MemoryTransport:
         try:
             await asyncio.wait({task})
             error = None if task.cancelled() else task.exception()
+            if isinstance(error, Busy):
+                raise Busy(error.seconds)
             if task.cancelled() or error is not None:
                 raise RequestFailed(f"{self._peer_id} reset the stream of {protocol}") from error
             return task.result()

@@ -10,8 +10,9 @@ from protocol.messages import MAX_BATCH_BYTES
 from protocol.rules import Reason, Rejected, producer_quota
 from swarm.accounts import Accounts
 from swarm.admission import Admission, ScoringUnavailable
-from swarm.experience import ADMITTED, ExperienceStore, GroupRecord, StoreError
-from swarm.fetch import Fetcher, FetchFailed
+from swarm.experience import ExperienceStore, StoreError
+from swarm.fetch import Fetcher, FetchFailed, HoldersBusy
+from swarm.records import ADMITTED, GroupRecord
 from swarm.transport import Transport, TransportError
 from swarm.wanted import Candidate, Wanted
 
@@ -62,10 +63,6 @@ class Puller:
         """Queue an announced group, if it is new and there is something to learn from it. Raises StoreError."""
         announcement, producer = candidate.announcement, candidate.producer
         if self._store.has_group(announcement.group):
-            return
-        if self._store.has_task(producer, announcement.epoch, announcement.task):
-            second = Rejected(Reason.replayed, "announces a second group for a task that it answered")
-            self._accounts.offence(producer, second)
             return
         if announcement.reward_std <= 0:
             self._accounts.counters.uninformative += 1
@@ -119,7 +116,7 @@ class Puller:
             announcement, holder = candidate.announcement, self._holders(candidate)[0]
             if batch and (holder != self._holders(batch[0])[0] or size + announcement.size > MAX_BATCH_BYTES):
                 return False
-            if self._fetcher.shunned(holder) and (batch or self._doubtful):
+            if self._fetcher.wait(holder) or (self._fetcher.shunned(holder) and (batch or self._doubtful)):
                 return False
             return (
                 held[candidate.producer] < quota
@@ -140,10 +137,11 @@ class Puller:
         return batch
 
     def _holders(self, candidate: Candidate) -> list[str]:
-        """Who should have the body, likeliest first."""
+        """Who should have the body, likeliest first, but whoever asked to wait last."""
+        holders = [candidate.forwarder, candidate.producer]
         if candidate.producer in self._transport.peers():
-            return [candidate.producer, candidate.forwarder]
-        return [candidate.forwarder, candidate.producer]
+            holders.reverse()
+        return sorted(holders, key=lambda peer: self._fetcher.wait(peer) > 0)
 
     async def _pull(self, batch: list[Candidate]) -> None:
         """Fetch, judge and keep what `_next` gave. What a StoreError or a silent peer leaves undone is wanted again."""
@@ -154,7 +152,9 @@ class Puller:
             if len(batch) > 1:
                 wanted = [(candidate.announcement.group, candidate.announcement.size) for candidate in batch]
                 bodies = await self._fetcher.fetch_batch(holder, wanted)
-                if self._fetcher.shunned(holder):  # or each that is missing would cost a deadline here
+                busy = self._fetcher.wait(holder) > 0
+                self._accounts.counters.put_off += busy
+                if busy or self._fetcher.shunned(holder):  # or each that is missing would cost a deadline here
                     left = [candidate for candidate in batch if candidate.announcement.group in bodies]
                     self._put_back(candidate for candidate in batch if candidate.announcement.group not in bodies)
             while left:
@@ -182,6 +182,11 @@ class Puller:
         if body is None:
             try:
                 body = await self._fetcher.fetch(announcement.group, announcement.size, self._holders(candidate))
+            except HoldersBusy as busy:
+                counters.put_off += 1
+                later = self._clock() + busy.seconds
+                self.wanted.put_off(candidate, self._reputation.weight(producer), self._clock(), until=later)
+                return
             except (FetchFailed, TransportError) as error:
                 counters.fetch_failures += 1
                 name = announcement.group.hex()[:12]
@@ -210,8 +215,8 @@ class Puller:
         # a group under another's name says nothing about its bytes: who made them may still announce them
         if record.verdict != Reason.wrong_producer:
             self._store.add(record, body)
-        self._accounts.offence(record.producer, Rejected(Reason(record.verdict), record.detail))
+        self._accounts.offence(Rejected(Reason(record.verdict), record.detail), record.producer)
 
     def _mismatch(self, peer: str, body: bytes) -> None:
         rejected = Rejected(Reason.hash_mismatch, f"sent {len(body)} bytes of another hash than asked for")
-        self._accounts.offence(peer, rejected)
+        self._accounts.offence(rejected, peer)

@@ -9,7 +9,9 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from protocol.rules import Reason
-from swarm.experience import ADMITTED, MAX_PEERS, PROVEN, ExperienceStore, PeerRecord
+from swarm.experience import ExperienceStore
+from swarm.peer_records import MAX_PEERS, PROVEN
+from swarm.records import ADMITTED, PeerRecord
 
 HALF_LIFE = 86400.0
 """Seconds after which what a peer did counts half."""
@@ -30,7 +32,9 @@ PENALTIES: dict[str, float] = {
     Reason.over_budget: 1.0,
     Reason.replayed: 0.5,
 }
-"""What an offence costs. The other reasons happen to honest nodes too (a slow clock, another version, no luck)."""
+"""What an offence costs. The other reasons happen to honest nodes too: a slow clock, another version, no luck, a power
+cut or a lost database that makes a node answer its tasks again (`equivocation`).
+"""
 
 
 def faded(record: PeerRecord, now: float) -> PeerRecord:
@@ -71,7 +75,7 @@ class Reputation:
 
     def __init__(self, store: ExperienceStore, clock: Callable[[], float]) -> None:
         self._store, self._clock = store, clock
-        self._records = {record.peer: record for record in sorted(store.peers(), key=lambda peer: peer.last_seen)}
+        self._records = {record.peer: record for record in sorted(store.peers.all(), key=lambda peer: peer.last_seen)}
 
     def of(self, peer: str) -> PeerRecord:
         """The peer's record as of now; a fresh one for a stranger."""
@@ -104,9 +108,11 @@ class Reputation:
 
     def _save(self, record: PeerRecord, verdict: str | None) -> None:
         record = replace(record, last_seen=record.updated_at)
-        self._store.save_peer(record, verdict)
+        self._store.peers.save(record, verdict)
         if record.peer not in self._records and len(self._records) >= MAX_PEERS:
-            del self._records[self._least_missed()]
+            forgotten = self._least_missed()
+            del self._records[forgotten]
+            self._store.peers.forget(forgotten)
         self._records[record.peer] = record
 
     def _least_missed(self) -> str:

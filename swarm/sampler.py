@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from protocol.rules import producer_quota
-from swarm.experience import PoolEntry
+from swarm.records import PoolEntry
 
 MAX_REMEMBERED = 4096
 """Use counts kept, those of the latest chosen groups; a group's life is far shorter than that many choices."""

@@ -1,6 +1,7 @@
 """Answers what peers ask on streams: bodies of groups, live announcements, the manifest.
 
-A request that does not decode, or is about another swarm, is counted against its sender, and closes its stream.
+A request that does not decode, or is about another swarm, is counted against its sender, and closes its stream. A
+peer that has had its share of bytes is asked to wait: a request of 2 KB may ask for 1 MiB, on 32 streams at once.
 """
 
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from protocol.messages import (
     LIVE_PROTOCOL,
     MANIFEST_PROTOCOL,
     MAX_BATCH_BYTES,
+    MAX_LIVE,
     MAX_REQUEST_BYTES,
     BatchRequest,
     GroupRequest,
@@ -24,9 +26,16 @@ from protocol.messages import (
 )
 from protocol.rules import Reason, Rejected
 from swarm.accounts import Accounts
+from swarm.allowance import Allowance
 from swarm.experience import ExperienceStore
-from swarm.healing import MAX_LIVE
-from swarm.transport import Transport
+from swarm.transport import Busy, Transport
+
+ANSWER_RATE = 1024.0 * 1024.0
+"""Bytes a second that one peer is answered with in the long run: what some thousand groups of short answers take."""
+ANSWER_BURST = 16 * ANSWER_RATE
+"""Bytes at once after a silence: all that a node pulls to fill its pool, with long answers too."""
+REQUEST_COST = 256.0
+"""What any request counts for besides its answer's bytes, so that empty answers are not free."""
 
 Request = TypeVar("Request", GroupRequest, BatchRequest, LiveRequest)
 
@@ -38,23 +47,27 @@ class Serving:
         self, store: ExperienceStore, manifest: Manifest, accounts: Accounts, clock: Callable[[], float]
     ) -> None:
         self._store, self._manifest, self._accounts, self._clock = store, manifest, accounts, clock
+        self._allowance = Allowance(ANSWER_RATE, ANSWER_BURST, clock)
+
+    @property
+    def turned_away(self) -> int:
+        """Requests that were answered with `wait`."""
+        return self._allowance.refused
 
     def serve_on(self, transport: Transport) -> None:
         transport.serve(GROUPS_PROTOCOL, self.group, max_request=MAX_REQUEST_BYTES)
         transport.serve(BATCH_PROTOCOL, self.batch, max_request=MAX_REQUEST_BYTES)
         transport.serve(LIVE_PROTOCOL, self.live, max_request=MAX_REQUEST_BYTES)
-        serve_manifest(transport, self._manifest)
+        _serve_manifest(transport, self._manifest, self._allowance)
 
     async def group(self, peer: str, data: bytes) -> bytes:
-        request = self._decoded(peer, data, GroupRequest)
+        request = self._admitted(peer, data, GroupRequest)
         answer = (self._store.body(request.group) or b"")[request.offset :]
-        counters = self._accounts.counters
-        counters.served += bool(answer)
-        counters.bytes_out += len(answer)
-        return answer
+        self._accounts.counters.served += bool(answer)
+        return self._counted(peer, answer)
 
     async def batch(self, peer: str, data: bytes) -> bytes:
-        request = self._decoded(peer, data, BatchRequest)
+        request = self._admitted(peer, data, BatchRequest)
         answer = bytearray()
         for digest in request.groups:
             body = self._store.body(digest)
@@ -62,33 +75,62 @@ class Serving:
                 break
             answer += body
             self._accounts.counters.served += 1
-        self._accounts.counters.bytes_out += len(answer)
-        return bytes(answer)
+        return self._counted(peer, bytes(answer))
 
     async def live(self, peer: str, data: bytes) -> bytes:
-        request = self._decoded(peer, data, LiveRequest)
+        request = self._admitted(peer, data, LiveRequest)
         if request.swarm != self._manifest.digest:
             raise self._offence(peer, Rejected(Reason.wrong_swarm, f"asked about swarm {request.swarm.hex()[:12]}"))
-        banned = self._accounts.reputation.is_banned
-        live = self._store.announcements(self._clock(), MAX_LIVE, without=set(request.have), banned=banned)
-        return msgspec.msgpack.encode(LiveResponse(tuple(sealed for _, sealed in live)))
+        now = self._clock()
+        live = self._store.announcements.live(
+            now,
+            MAX_LIVE,
+            heard_by=now - request.settled,
+            without=set(request.have),
+            banned=self._accounts.reputation.is_banned,
+        )
+        answer = msgspec.msgpack.encode(LiveResponse(tuple(live)))
+        self._allowance.spend(peer, len(answer))
+        return answer
 
-    def _decoded(self, peer: str, data: bytes, kind: type[Request]) -> Request:
+    def _admitted(self, peer: str, data: bytes, kind: type[Request]) -> Request:
+        """The request, if the peer may be answered now. Raises Busy, or Rejected when it does not decode."""
+        _charge(self._allowance, peer)
         try:
             return msgspec.msgpack.decode(data, type=kind)
         except (msgspec.DecodeError, RecursionError) as error:
             raise self._offence(peer, Rejected(Reason.malformed, f"{kind.__name__}: {error}")) from error
 
+    def _counted(self, peer: str, answer: bytes) -> bytes:
+        self._allowance.spend(peer, len(answer))
+        self._accounts.counters.bytes_out += len(answer)
+        return answer
+
     def _offence(self, peer: str, rejected: Rejected) -> Rejected:
-        self._accounts.offence(peer, rejected)
+        self._accounts.offence(rejected, peer)
         return rejected
 
 
-def serve_manifest(transport: Transport, manifest: Manifest) -> None:
+def serve_manifest(transport: Transport, manifest: Manifest, clock: Callable[[], float]) -> None:
     """Hand the manifest to joiners; a node does this as soon as it knows it, long before its model is loaded."""
+    _serve_manifest(transport, manifest, Allowance(ANSWER_RATE, ANSWER_BURST, clock))
+
+
+def _serve_manifest(transport: Transport, manifest: Manifest, allowance: Allowance) -> None:
+    raw = manifest.to_bytes()
 
     async def answer(peer: str, data: bytes) -> bytes:
+        _charge(allowance, peer)
         request = msgspec.msgpack.decode(data, type=ManifestRequest)
-        return manifest.to_bytes() if request.digest == manifest.digest else b""
+        found = raw if request.digest == manifest.digest else b""
+        allowance.spend(peer, len(found))
+        return found
 
     transport.serve(MANIFEST_PROTOCOL, answer, max_request=MAX_REQUEST_BYTES)
+
+
+def _charge(allowance: Allowance, peer: str) -> None:
+    """Take the price of a request. Raises Busy when the peer has had its share."""
+    if wait := allowance.wait(peer):
+        raise Busy(wait)
+    allowance.spend(peer, REQUEST_COST)

@@ -1,7 +1,8 @@
 """The seam between experience exchange and a network.
 
 Two implementations pass one contract test (tests/swarm/test_transport_contract.py): `swarm.memory` (a hub in
-this process with seeded latency, loss and partitions) and `swarm.libp2p_host` (trio, behind `swarm.bridge`).
+this process with seeded latency, loss and partitions) and `swarm.libp2p_transport` (a host in trio, behind
+`swarm.bridge`).
 """
 
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -30,6 +31,14 @@ class AnswerTooLarge(RequestFailed):
     """The answer is over its cap: the asker may have been told a wrong size, so the peer need not be at fault."""
 
 
+class Busy(RequestFailed):
+    """The peer gave us our share for now and asks to wait `seconds`. Nobody's fault. Handlers raise it to say so."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__(f"asks to wait {seconds:.1f} s")
+        self.seconds = seconds
+
+
 @dataclass(frozen=True, slots=True)
 class PeerConnected:
     peer: str
@@ -52,7 +61,10 @@ class Message:
 Event = PeerConnected | PeerDisconnected | Message
 
 Handler = Callable[[str, bytes], Awaitable[bytes]]
-"""Serves one stream request: (verified peer id, request bytes) -> response bytes. Raising closes the stream."""
+"""Serves one stream request: (verified peer id, request bytes) -> response bytes.
+
+Raising Busy tells the requester to wait; raising anything else closes the stream.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +110,9 @@ class Transport(Protocol):
     def ban(self, peer: str) -> None:
         """Refuse this peer from now on: disconnect it, relay nothing of it, do not dial it."""
 
+    def lift_ban(self, peer: str) -> None:
+        """Take a ban back; no error when there is none."""
+
     async def subscribe(self, topic: str, check: Callable[[str, bytes], bool] | None = None) -> None:
         """Join a topic; its messages come as events. `check(forwarder, data)` False: not delivered, not relayed.
 
@@ -118,7 +133,7 @@ class Transport(Protocol):
         `sink`, when given, is filled as bytes arrive, so that a caller can resume elsewhere after a failure;
         the answer is then `bytes(sink)` as far as this call appended to it. `timeout` (seconds) bounds the
         whole call, so a peer that accepts a stream and says nothing costs at most that.
-        Raises PeerUnreachable or RequestFailed.
+        Raises PeerUnreachable or RequestFailed, of which Busy says when to ask again.
         """
 
     def events(self) -> AsyncIterator[Event]:

@@ -12,6 +12,8 @@ from protocol.messages import Announcement
 HALF_LIFE = 120.0
 """Seconds after which an announcement is half as likely to be chosen as a new one."""
 MAX_ATTEMPTS = 3
+MAX_WAITS = 16
+"""How often a holder may ask to wait before the group is given up."""
 RETRY_SECONDS = 5.0
 
 
@@ -25,6 +27,7 @@ class Candidate:
     forwarder: str
     """Who told us, and so may hold the body."""
     attempts: int = 0
+    waits: int = 0
     not_before: float = 0.0
 
 
@@ -43,7 +46,7 @@ class Wanted:
         self._count = 0
         self._by_producer: Counter[str] = Counter()
         self.dropped = 0
-        """Candidates pushed out by better ones, or given up after MAX_ATTEMPTS."""
+        """Candidates pushed out by better ones, or given up after MAX_ATTEMPTS or MAX_WAITS."""
 
     def __len__(self) -> int:
         return len(self._queue)
@@ -67,11 +70,24 @@ class Wanted:
     def retry(self, candidate: Candidate, weight: float, now: float) -> None:
         """Queue a candidate again whose pull failed, to be tried later, or drop it when that was the last attempt."""
         attempts = candidate.attempts + 1
-        if attempts == MAX_ATTEMPTS or weight <= 0:
+        if attempts == MAX_ATTEMPTS:
             self.dropped += 1
             return
-        later = replace(candidate, attempts=attempts, not_before=now + RETRY_SECONDS * 2**attempts)
-        self.add(later, weight, now)
+        self._again(replace(candidate, attempts=attempts), weight, now, now + RETRY_SECONDS * 2**attempts)
+
+    def put_off(self, candidate: Candidate, weight: float, now: float, *, until: float) -> None:
+        """Queue a candidate again whose holder asked to wait, or drop it when it did so too often."""
+        waits = candidate.waits + 1
+        if waits == MAX_WAITS:
+            self.dropped += 1
+            return
+        self._again(replace(candidate, waits=waits), weight, now, until)
+
+    def _again(self, candidate: Candidate, weight: float, now: float, not_before: float) -> None:
+        if weight <= 0:  # banned since
+            self.dropped += 1
+            return
+        self.add(replace(candidate, not_before=not_before), weight, now)
 
     def pop(self, now: float, allowed: Callable[[Candidate], bool]) -> Candidate | None:
         """The first candidate that is due and `allowed`; expired ones are forgotten on the way."""

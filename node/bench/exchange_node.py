@@ -18,9 +18,9 @@ from node.rescore import Rescorer
 from node.scorer import Scorer
 from protocol.identity import Identity
 from protocol.manifest import Manifest, embedded_manifest
-from swarm.bridge import Libp2pTransport
 from swarm.exchange import Exchange
 from swarm.experience import ExperienceStore
+from swarm.libp2p_transport import Libp2pTransport
 
 LISTEN = "/ip4/127.0.0.1/tcp/0"
 

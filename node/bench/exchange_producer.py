@@ -77,9 +77,7 @@ async def produce(spec: Mapping[str, Any], say: Say, directory: Path) -> None:
                 "began_at": began_at,
                 "cpu_seconds": time.process_time() - cpu,
                 "body_bytes": sum(len(node.store.body(digest) or b"") for digest in digests),
-                "announcement_bytes": sum(
-                    len(sealed) for _, sealed in node.store.announcements(time.time(), len(digests))
-                ),
+                "announcement_bytes": sum(map(len, node.store.announcements.live(time.time(), len(digests)))),
                 "counters": {
                     **node.exchange.counters(),
                     "dropped_publishes": node.transport.stats().dropped_publishes,

@@ -89,9 +89,9 @@ def test_old_events_make_room(history: History) -> None:
 def test_it_shares_its_file_with_the_experience(history: History, path: Path) -> None:
     store = ExperienceStore(path, 16 << 20, Clock())
     history.record_step(1, {"foreign_groups": 0})
-    store.save_peer(PeerRecord("12D3KooWpeer", 1.0, 0.0, 1.0, False, "m", 1.0, 1.0))
+    store.peers.save(PeerRecord("12D3KooWpeer", 1.0, 0.0, 1.0, False, "m", 1.0, 1.0))
     history.event("info", "test", "both write")
-    assert [peer.peer for peer in store.peers()] == ["12D3KooWpeer"]
+    assert [peer.peer for peer in store.peers.all()] == ["12D3KooWpeer"]
     store.close()
     assert history.events(0, 10)[0]["message"] == "both write"
 

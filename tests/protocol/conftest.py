@@ -85,7 +85,7 @@ class Swarm:
 
     def hear(self, raw: bytes, banned: Callable[[str], bool] = lambda _: False) -> tuple[Opened, Announcement]:
         """`check_announcement` as this swarm's node would call it."""
-        return check_announcement(raw, self.manifest, self.now, environments=self.environments, banned=banned)
+        return check_announcement(raw, self.manifest, self.now, banned=banned)
 
     def admit(self, raw: bytes, announced: Announcement, **changes: Any) -> tuple[Opened, RolloutGroup]:
         """`check_group` as this swarm's node would call it."""

@@ -11,7 +11,8 @@ def test_the_topic_names_swarm_and_shard() -> None:
 def test_requests_are_arrays_in_field_order() -> None:
     assert msgspec.msgpack.encode(GroupRequest(bytes(32), 5)) == b"\x92\xc4\x20" + bytes(32) + b"\x05"
     assert msgspec.msgpack.encode(ManifestRequest(bytes(32))) == b"\x91\xc4\x20" + bytes(32)
-    assert msgspec.msgpack.encode(LiveRequest(bytes(32), ())) == b"\x92\xc4\x20" + bytes(32) + b"\x90"
+    assert msgspec.msgpack.encode(LiveRequest(bytes(32), (), 5)) == b"\x93\xc4\x20" + bytes(32) + b"\x90\x05"
+    assert msgspec.msgpack.decode(b"\x92\xc4\x20" + bytes(32) + b"\x90", type=LiveRequest).settled == 0
     assert msgspec.msgpack.encode(LiveResponse((b"ab",))) == b"\x91\x91\xc4\x02ab"
 
 

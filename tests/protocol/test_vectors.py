@@ -162,7 +162,7 @@ def test_requests() -> None:
     expected = {
         "group": ([digest, 1000], GroupRequest(digest, 1000)),
         "batch": ([[digest]], BatchRequest((digest,))),
-        "live": ([swarm, [digest]], LiveRequest(swarm, (digest,))),
+        "live": ([swarm, [digest], 5], LiveRequest(swarm, (digest,), 5)),
         "live_answer": ([[b"sealed"]], LiveResponse((b"sealed",))),
         "manifest": ([swarm], ManifestRequest(swarm)),
     }

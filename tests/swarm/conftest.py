@@ -1,13 +1,16 @@
 import asyncio
 import hashlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 
 from protocol.identity import Identity
+from swarm.experience import ExperienceStore
 from swarm.memory import MemoryHub
 from swarm.transport import Event, Message, Transport
+from tests.swarm.world import World
 
 LOOPBACK = "/ip4/127.0.0.1/tcp/0"
 
@@ -52,7 +55,7 @@ class Network:
         if self.kind == "memory":
             transport = self.hub.transport(self.identity(seed), event_limit=event_limit)
         else:
-            from swarm.bridge import Libp2pTransport
+            from swarm.libp2p_transport import Libp2pTransport
 
             transport = Libp2pTransport(self.identity(seed), [listen], event_limit=event_limit)
         self._started.append(transport)
@@ -98,3 +101,20 @@ def read() -> type[Reader]:
 @pytest.fixture
 def wait_until() -> Callable[..., object]:
     return until
+
+
+@pytest.fixture
+def store(tmp_path: Path, clock: Callable[[], float]) -> Iterator[ExperienceStore]:
+    store = ExperienceStore(tmp_path / "node.db", 1 << 20, clock)
+    yield store
+    store.close()
+
+
+@pytest.fixture
+async def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[World]:
+    monkeypatch.setattr("swarm.exchange.DRAIN_SECONDS", 0.02)
+    monkeypatch.setattr("swarm.exchange.PROVIDE_SECONDS", 0.02)
+    monkeypatch.setattr("swarm.healing.SETTLED_SECONDS", 0)
+    world = World(tmp_path)
+    yield world
+    await world.stop()

@@ -9,7 +9,7 @@ import sys
 import time
 
 from protocol.identity import Identity
-from swarm.bridge import Libp2pTransport
+from swarm.libp2p_transport import Libp2pTransport
 from swarm.peers import Discovery
 
 TOPIC = "/shoal/test/announce/0"

@@ -7,6 +7,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -25,28 +26,8 @@ from swarm.experience import (
     UnknownGroup,
 )
 
-NOW = 1_000_000.0
+NOW = 1_800_000_000.0
 IDENTITY = Identity.from_seed(b"e" * 32)
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = NOW
-
-    def __call__(self) -> float:
-        return self.now
-
-
-@pytest.fixture
-def clock() -> Clock:
-    return Clock()
-
-
-@pytest.fixture
-def store(tmp_path: Path, clock: Clock):
-    store = ExperienceStore(tmp_path / "node.db", 1 << 20, clock)
-    yield store
-    store.close()
 
 
 def record(n: int, **changes) -> GroupRecord:
@@ -80,11 +61,11 @@ def test_what_was_judged_is_recognised(store: ExperienceStore) -> None:
     store.add(record(1, verdict="stale"), b"body")
     assert store.has_group(record(1).digest)
     assert not store.has_group(record(2).digest)
-    assert store.has_task("alice", 3, TaskRef("chain_sum", "1", 7, 1))
-    assert not store.has_task("alice", 4, TaskRef("chain_sum", "1", 7, 1))
-    assert not store.has_task("bob", 3, TaskRef("chain_sum", "1", 7, 1))
-    assert store.own_group("alice", 3, TaskRef("chain_sum", "1", 7, 1)) == record(1).digest
-    assert store.own_group("alice", 3, TaskRef("chain_sum", "1", 7, 2)) is None
+    store.add(record(3, task=record(1).task, verdict="equivocation"), b"body")
+    assert store.group_of("alice", 3, TaskRef("chain_sum", "1", 7, 1)) == record(1).digest, "the first one"
+    assert store.group_of("alice", 4, TaskRef("chain_sum", "1", 7, 1)) is None
+    assert store.group_of("bob", 3, TaskRef("chain_sum", "1", 7, 1)) is None
+    assert store.group_of("alice", 3, TaskRef("chain_sum", "1", 7, 2)) is None
 
 
 def test_the_pool_holds_admitted_live_foreign_groups(store: ExperienceStore) -> None:
@@ -104,7 +85,7 @@ def test_the_pool_holds_admitted_live_foreign_groups(store: ExperienceStore) -> 
     assert store.find(record(1).digest.hex()).uses == 1
 
 
-def test_bodies_of_own_and_admitted_live_groups_are_served(store: ExperienceStore, clock: Clock) -> None:
+def test_bodies_of_own_and_admitted_live_groups_are_served(store: ExperienceStore, clock: Any) -> None:
     store.add(record(1), b"one")
     store.add(record(2, origin="own"), b"two")
     store.add(record(3, verdict="uninformative"), b"three")
@@ -116,7 +97,7 @@ def test_bodies_of_own_and_admitted_live_groups_are_served(store: ExperienceStor
     assert store.body(record(1).digest) is None
 
 
-def test_a_stored_group_can_be_decoded_after_it_expired(store: ExperienceStore, clock: Clock) -> None:
+def test_a_stored_group_can_be_decoded_after_it_expired(store: ExperienceStore, clock: Any) -> None:
     completion = Completion((Turn("assistant", "42"),), "stop", 2, 1.0)
     group = RolloutGroup(
         3,
@@ -170,7 +151,7 @@ def test_a_long_rejected_body_is_not_kept(store: ExperienceStore) -> None:
     assert store.size == MAX_REJECTED_BODY + 1 + 2 * ROW_BYTES
 
 
-def test_retention_by_bytes_forgets_expired_then_rejected_then_oldest(tmp_path: Path, clock: Clock) -> None:
+def test_retention_by_bytes_forgets_expired_then_rejected_then_oldest(tmp_path: Path, clock: Any) -> None:
     store = ExperienceStore(tmp_path / "node.db", 10_000, clock)
     store.add(record(1), bytes(2000))
     store.add(record(2, verdict="uninformative"), bytes(2000))
@@ -196,60 +177,25 @@ def test_retention_by_bytes_forgets_expired_then_rejected_then_oldest(tmp_path: 
     reopened.close()
 
 
-def test_retention_by_age_and_number(tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("swarm.experience.MAX_ANNOUNCEMENTS", 3)
-    monkeypatch.setattr("swarm.experience.MAX_PEERS", 2)
+def test_retention_by_age_and_number(tmp_path: Path, clock: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("swarm.announcements.MAX_ANNOUNCEMENTS", 3)
+    monkeypatch.setattr("swarm.peer_records.MAX_PEERS", 2)
     store = ExperienceStore(tmp_path / "node.db", 1 << 20, clock, keep_seconds=50)
     store.add(record(1, expires_at=NOW), b"body")
     store.add(record(2), b"body")
     for n in range(5):
-        store.add_announcement(bytes([n]) * 32, "alice", b"sealed", NOW + 1000)
-        store.save_peer(PeerRecord(f"peer{n}", 0, 0, NOW, False, "", NOW, NOW + n), "stale")
+        task = TaskRef("chain_sum", "1", 7, n)
+        store.announcements.add(bytes([n]) * 32, "alice", 3, task, b"sealed", heard_at=NOW, expires_at=NOW + 1000)
+        store.peers.save(PeerRecord(f"peer{n}", 0, 0, NOW, False, "", NOW, NOW + n), "stale")
     clock.now = NOW + 51
     store.tidy()
     assert not store.has_group(record(1).digest)
     assert store.has_group(record(2).digest)
     assert store.size == 4 + ROW_BYTES
-    assert [digest[0] for digest in store.live_digests(clock.now, 10)] == [4, 3, 2]
-    assert [peer.peer for peer in store.peers()] == ["peer3", "peer4"]
-    assert store.verdicts() == {"peer3": {"stale": 1}, "peer4": {"stale": 1}}
-    store.close()
-
-
-def test_a_flood_of_one_producer_pushes_out_its_own_announcements(
-    store: ExperienceStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("swarm.experience.MAX_PRODUCER_ANNOUNCEMENTS", 3)
-    assert store.add_announcement(bytes([99]) * 32, "alice", b"honest", NOW + 50)
-    for n in (2, 5, 1, 4, 3):
-        store.add_announcement(bytes([n]) * 32, "mallory", b"sealed", NOW + n)
-    assert {digest[0] for digest in store.live_digests(NOW, 10)} == {3, 4, 5, 99}
-    assert not store.add_announcement(bytes([2]) * 32, "mallory", b"sealed", NOW + 2), "nor does it come back"
-
-
-def test_announcements_are_live_newest_first_and_filtered(store: ExperienceStore) -> None:
-    for n, producer in enumerate(("alice", "bob", "alice", "carol")):
-        assert store.add_announcement(bytes([n]) * 32, producer, b"sealed%d" % n, NOW + 10 * n)
-    assert not store.add_announcement(bytes([1]) * 32, "bob", b"again", NOW + 10)
-    assert store.add_announcement(bytes([1]) * 32, "mallory", b"not mine", NOW + 10), "each says it for itself"
-    assert [sealed for _, sealed in store.announcements(NOW, 10)] == [b"not mine", b"sealed3", b"sealed2", b"sealed1"]
-    assert [sealed for _, sealed in store.announcements(NOW, 1)] == [b"not mine"]
-    live = store.announcements(NOW, 10, without={bytes([2]) * 32}, banned={"carol", "mallory"}.__contains__)
-    assert live == [(bytes([1]) * 32, b"sealed1")]
-    assert [digest[0] for digest in store.live_digests(NOW + 10, 10)] == [3, 2]
-
-
-def test_peers_and_verdicts_survive_a_restart(tmp_path: Path, clock: Clock) -> None:
-    store = ExperienceStore(tmp_path / "node.db", 1 << 20, clock)
-    alice = PeerRecord("alice", 1.5, 2.5, NOW, True, "tiny", NOW - 1, NOW)
-    store.save_peer(replace(alice, banned=False), "admitted")
-    store.save_peer(alice, "admitted")
-    store.save_peer(alice, "stale")
-    store.save_peer(alice)
-    store.close()
-    store = ExperienceStore(tmp_path / "node.db", 1 << 20, clock)
-    assert store.peers() == [alice]
-    assert store.verdicts() == {"alice": {"admitted": 2, "stale": 1}}
+    assert [digest[0] for digest in store.announcements.digests(clock.now, 10)] == [4, 3, 2]
+    assert [peer.peer for peer in store.peers.all()] == ["peer3", "peer4"]
+    everybody = [f"peer{n}" for n in range(5)]
+    assert store.peers.verdicts(everybody) == {"peer3": {"stale": 1}, "peer4": {"stale": 1}}
     store.close()
 
 
@@ -257,13 +203,13 @@ def test_a_transaction_happens_whole_or_not_at_all(store: ExperienceStore) -> No
     def fail_half_way() -> None:
         with store.transaction():
             store.add(record(1), b"body")
-            store.add_announcement(bytes(32), "alice", b"sealed", NOW + 1)
+            store.announcements.add(bytes(32), "alice", 3, record(1).task, b"sealed", heard_at=NOW, expires_at=NOW + 1)
             raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
         fail_half_way()
     assert not store.has_group(record(1).digest)
-    assert store.live_digests(NOW, 10) == []
+    assert store.announcements.digests(NOW, 10) == []
     assert store.size == 0
 
 
@@ -279,7 +225,7 @@ def test_a_full_disk_is_a_typed_error_and_costs_nothing_else(store: ExperienceSt
     assert store.add(record(2), bytes(200_000))
 
 
-def test_a_file_that_is_no_database_and_one_of_a_newer_shoal_are_named(tmp_path: Path, clock: Clock) -> None:
+def test_a_file_that_is_no_database_and_one_of_a_newer_shoal_are_named(tmp_path: Path, clock: Any) -> None:
     (tmp_path / "bad.db").write_bytes(b"not a database, but long enough to be read as one" * 100)
     with pytest.raises(StoreError, match=r"bad\.db"):
         ExperienceStore(tmp_path / "bad.db", 1 << 20, clock)
@@ -289,6 +235,35 @@ def test_a_file_that_is_no_database_and_one_of_a_newer_shoal_are_named(tmp_path:
     connection.close()
     with pytest.raises(StoreError, match="version 99"):
         ExperienceStore(tmp_path / "new.db", 1 << 20, clock)
+
+
+V1_ANNOUNCEMENTS = """
+CREATE TABLE announcements (
+    row INTEGER PRIMARY KEY, digest BLOB NOT NULL, producer TEXT NOT NULL, sealed BLOB NOT NULL,
+    expires_at REAL NOT NULL, UNIQUE (digest, producer));
+CREATE INDEX announcements_expiry ON announcements (expires_at);
+CREATE INDEX announcements_producer ON announcements (producer, expires_at);
+UPDATE experience_schema SET version = 1;
+"""
+
+
+def test_a_file_of_an_older_shoal_is_brought_up_to_date(tmp_path: Path, clock: Any) -> None:
+    path = tmp_path / "node.db"
+    store = ExperienceStore(path, 1 << 20, clock)
+    store.add(record(1), b"body")
+    store.close()
+    with sqlite3.connect(path) as connection:
+        connection.execute("DROP TABLE announcements")
+        connection.executescript(V1_ANNOUNCEMENTS)
+    connection.close()
+    for _ in range(2):  # the second time it is new
+        store = ExperienceStore(path, 1 << 20, clock)
+        assert store.body(record(1).digest) == b"body"
+        added = store.announcements.add(
+            bytes(32), "alice", 3, record(1).task, b"sealed", heard_at=NOW, expires_at=NOW + 1
+        )
+        store.close()
+    assert not added, "it was there from the first time"
 
 
 def test_another_connection_can_write_to_the_same_file(store: ExperienceStore, tmp_path: Path) -> None:
@@ -323,7 +298,7 @@ time.sleep(60)
 """
 
 
-def test_a_killed_process_loses_nothing_that_was_stored(tmp_path: Path, clock: Clock) -> None:
+def test_a_killed_process_loses_nothing_that_was_stored(tmp_path: Path, clock: Any) -> None:
     path = tmp_path / "node.db"
     script = KILLED.format(tests=str(Path(__file__).parent), path=str(path))
     with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as process:

@@ -1,33 +1,28 @@
 import hashlib
 import time
 from collections.abc import AsyncIterator
+from typing import Any
 
 import msgspec
 import pytest
 
 from protocol.messages import BATCH_PROTOCOL, GROUPS_PROTOCOL, BatchRequest, GroupRequest
-from swarm.fetch import MAX_REQUESTS, SHUN_SECONDS, Fetcher, FetchFailed
+from swarm.fetch import LEAST_WAIT_SECONDS, MAX_REQUESTS, SHUN_SECONDS, Fetcher, FetchFailed, HoldersBusy
 from swarm.memory import MemoryHub, MemoryTransport
+from swarm.transport import Busy
 
 BODIES = [bytes([n + 1]) * (1000 + n) for n in range(5)]
 DIGESTS = [hashlib.sha256(body).digest() for body in BODIES]
 
 
-class Clock:
-    now = 1_700_000_000.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 class Peers:
     """Peers on one hub; `asked` is who was asked for what offset, in order."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Any) -> None:
         self.hub, self.all = MemoryHub(), []
         self.asked: list[tuple[str, int]] = []
         self.mismatches: list[str] = []
-        self.clock = Clock()
+        self.clock = clock
 
     async def add(self, name: str, body: bytes = b"") -> MemoryTransport:
         """A peer that answers every request for a group with `body` from the offset on."""
@@ -53,8 +48,8 @@ class Peers:
 
 
 @pytest.fixture
-async def peers() -> AsyncIterator[Peers]:
-    peers = Peers()
+async def peers(clock: Any) -> AsyncIterator[Peers]:
+    peers = Peers(clock)
     yield peers
     for peer in peers.all:
         await peer.stop()
@@ -193,4 +188,33 @@ async def test_a_lie_about_a_size_does_not_discredit_the_holder(peers: Peers) ->
             await fetcher.fetch(DIGESTS[0], size, ["a"])
     assert not fetcher.shunned("a")
     assert peers.mismatches == []
+    assert await fetcher.fetch(DIGESTS[0], 1000, ["a"]) == BODIES[0]
+
+
+@pytest.mark.parametrize(("told", "kept"), [(3.0, 3.0), (0.0, LEAST_WAIT_SECONDS)])
+async def test_a_holder_that_asks_to_wait_is_left_alone_and_not_discredited(
+    peers: Peers, told: float, kept: float
+) -> None:
+    a = await peers.add("a", BODIES[0])
+    asked = 0
+
+    async def later(asker: str, data: bytes) -> bytes:
+        nonlocal asked
+        asked += 1
+        raise Busy(told)
+
+    serve = a._handlers[GROUPS_PROTOCOL][0]
+    for protocol in (GROUPS_PROTOCOL, BATCH_PROTOCOL):
+        a.serve(protocol, later, max_request=4096)
+    fetcher = await peers.fetcher("a")
+    assert await fetcher.fetch_batch("a", [(DIGESTS[0], 1000), (DIGESTS[1], 1001)]) == {}
+    for _ in range(3):
+        with pytest.raises(HoldersBusy) as caught:
+            await fetcher.fetch(DIGESTS[0], 1000, ["a"])
+        assert caught.value.seconds == pytest.approx(kept, abs=0.01)
+    assert asked == 1
+    assert not fetcher.shunned("a")
+    a.serve(GROUPS_PROTOCOL, serve, max_request=4096)
+    peers.clock.now += kept + 0.001
+    assert fetcher.wait("a") == 0
     assert await fetcher.fetch(DIGESTS[0], 1000, ["a"]) == BODIES[0]

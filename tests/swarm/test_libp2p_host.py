@@ -8,13 +8,14 @@ import pytest
 import trio
 from libp2p.custom_types import TProtocol
 from libp2p.peer.id import ID
+from libp2p.pubsub.pb import rpc_pb2
 from multiaddr import Multiaddr
 
-from swarm import libp2p_host, libp2p_streams
-from swarm.bridge import Libp2pTransport
-from swarm.framing import FrameError
+from swarm import libp2p_host, libp2p_ping, libp2p_streams
+from swarm.framing import FrameError, FrameRefused, read_answer, read_frame, write_frame, write_wait
 from swarm.libp2p_addresses import BOOK_PEERS, AddressBook, expand_unspecified
 from swarm.libp2p_gossip import FORWARDER_BURST, FORWARDER_RATE, Inbox
+from swarm.libp2p_transport import Libp2pTransport
 from swarm.transport import PeerUnreachable, TransportError
 
 pytestmark = pytest.mark.network
@@ -106,7 +107,7 @@ async def raw_request(client: Libp2pTransport, server: str, written: bytes) -> b
                 return answer
         return b"the server held on"
 
-    return await client._call(in_trio)
+    return await client._thread.call(in_trio)
 
 
 async def test_a_requester_that_dawdles_is_cut_off(libp2p, monkeypatch, wait_until):
@@ -157,7 +158,7 @@ async def test_a_crash_in_the_trio_thread_surfaces(libp2p):
     async def crash() -> None:
         raise RuntimeError("the host broke")
 
-    a._to_trio(lambda: a._nursery.start_soon(crash))
+    a._thread.post(lambda: a._thread._nursery.start_soon(crash))
     error = await asyncio.wait_for(failed, 5)
     assert "the host broke" in repr(error)
     with pytest.raises(TransportError):
@@ -192,11 +193,11 @@ async def test_a_check_that_raises_costs_the_message_only(libp2p, read, caplog, 
 async def test_a_vanished_peer_is_given_up(libp2p, monkeypatch, wait_until):
     """No FIN, no RST: it only stops answering, as a machine without power does."""
     monkeypatch.setattr(libp2p_host, "PING_INTERVAL", 0.2)
-    monkeypatch.setattr(libp2p_host, "PING_TIMEOUT", 0.5)
     a, b = await libp2p.line(2)
     await asyncio.sleep(0.3)
     assert a.peers() == (b.peer_id,)
-    b._to_trio(lambda: time.sleep(2))
+    monkeypatch.setattr(libp2p_ping, "PING_TIMEOUT", 0.5)
+    b._thread.post(lambda: time.sleep(2))
     await wait_until(lambda: a.peers() == (), timeout=5)
 
 
@@ -224,27 +225,45 @@ def test_the_address_book_keeps_the_newest_of_a_bounded_number():
 def test_gossip_of_one_forwarder_is_limited():
     now = 0.0
     inbox = Inbox(ID(b"own"), lambda message: None, lambda: now)
-    assert sum(inbox._within_rate("flooder") for _ in range(5000)) == FORWARDER_BURST
-    assert inbox._within_rate("another")
+    admit = inbox.validator(TOPIC, None)
+    message = rpc_pb2.Message(from_id=b"origin", data=b"news")
+    assert sum(admit(ID(b"flooder"), message) for _ in range(5000)) == FORWARDER_BURST
+    assert admit(ID(b"another"), message)
     now = 1.0
-    assert sum(inbox._within_rate("flooder") for _ in range(5000)) == FORWARDER_RATE
+    assert sum(admit(ID(b"flooder"), message) for _ in range(5000)) == FORWARDER_RATE
+    assert inbox.messages == FORWARDER_BURST + 1 + FORWARDER_RATE
+
+
+class Pipe:
+    def __init__(self) -> None:
+        self.held = bytearray()
+
+    async def write(self, data: bytes) -> None:
+        self.held += data
+
+    async def read(self, n: int) -> bytes:
+        taken = bytes(self.held[: min(n, 1000)])
+        del self.held[: len(taken)]
+        return taken
+
+
+async def test_a_server_may_ask_to_wait_instead_of_answering():
+    pipe, got = Pipe(), bytearray()
+    await write_wait(pipe, 1.2345)
+    assert pipe.held == b"\xff\xff\xff\xff" + (1235).to_bytes(4, "big")
+    with pytest.raises(FrameRefused) as caught:
+        await read_answer(pipe, 100, got.extend)
+    assert (caught.value.seconds, got, pipe.held) == (1.235, b"", b"")
+    pipe.held = bytearray(b"\xff" * 8)
+    with pytest.raises(FrameRefused) as caught:
+        await read_answer(pipe, 100, got.extend)
+    assert caught.value.seconds == 60.0
+    pipe.held = bytearray(b"\xff" * 8)
+    with pytest.raises(FrameError, match="over the cap of 100"):
+        await read_frame(pipe, 100, got.extend)  # a requester has nothing to ask for
 
 
 async def test_frames():
-    from swarm.framing import read_frame, write_frame
-
-    class Pipe:
-        def __init__(self) -> None:
-            self.held = bytearray()
-
-        async def write(self, data: bytes) -> None:
-            self.held += data
-
-        async def read(self, n: int) -> bytes:
-            taken = bytes(self.held[: min(n, 1000)])
-            del self.held[: len(taken)]
-            return taken
-
     pipe, got = Pipe(), bytearray()
     body = bytes(range(256)) * 1000
     await write_frame(pipe, body)
@@ -260,10 +279,12 @@ async def test_frames():
 
 
 async def test_the_bans_held_are_bounded(libp2p, wait_until, monkeypatch):
-    monkeypatch.setattr("swarm.libp2p_host.MAX_BANNED", 2)
+    monkeypatch.setattr("swarm.libp2p_bans.MAX_BANNED", 2)
     (a,) = await libp2p.start(1)
     strangers = [libp2p.identity(seed).peer_id for seed in range(10, 14)]
     for stranger in [*strangers, strangers[-1]]:
         a.ban(stranger)
-    await wait_until(lambda: list(a._host._banned) == strangers[-2:])
+    bans = a._host._banned
+    await wait_until(lambda: [stranger in bans for stranger in strangers] == [False, False, True, True])
+    assert len(bans) == 2
     assert {str(peer) for peer in a._host._pubsub.blacklisted_peers} == set(strangers[-2:])

@@ -1,4 +1,4 @@
-from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -6,30 +6,10 @@ from protocol.rules import Reason
 from swarm.experience import ExperienceStore
 from swarm.reputation import DOUBT, HALF_LIFE, PENALTIES, Reputation
 
-NOW = 1_000_000.0
+NOW = 1_800_000_000.0
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now = NOW
-
-    def __call__(self) -> float:
-        return self.now
-
-
-@pytest.fixture
-def clock() -> Clock:
-    return Clock()
-
-
-@pytest.fixture
-def store(tmp_path: Path, clock: Clock):
-    store = ExperienceStore(tmp_path / "node.db", 1 << 20, clock)
-    yield store
-    store.close()
-
-
-def test_a_newcomer_starts_low_and_earns_its_weight(store: ExperienceStore, clock: Clock) -> None:
+def test_a_newcomer_starts_low_and_earns_its_weight(store: ExperienceStore, clock: Any) -> None:
     reputation = Reputation(store, clock)
     assert reputation.weight("new") == 1 / DOUBT
     for _ in range(10):
@@ -38,16 +18,23 @@ def test_a_newcomer_starts_low_and_earns_its_weight(store: ExperienceStore, cloc
     assert reputation.weight("new") == 1 / DOUBT, "being asked about changes nothing"
 
 
-def test_what_honest_nodes_do_too_costs_nothing(store: ExperienceStore, clock: Clock) -> None:
+def test_what_honest_nodes_do_too_costs_nothing(store: ExperienceStore, clock: Any) -> None:
     reputation = Reputation(store, clock)
-    for reason in (Reason.stale, Reason.from_future, Reason.uninformative, Reason.unknown_environment, "announced"):
+    for reason in (
+        Reason.stale,
+        Reason.from_future,
+        Reason.uninformative,
+        Reason.unknown_environment,
+        Reason.equivocation,
+        "announced",
+    ):
         for _ in range(50):
             assert not reputation.record("peer", reason)
     assert reputation.weight("peer") == 1 / DOUBT
 
 
 @pytest.mark.parametrize("reason", [reason for reason, cost in PENALTIES.items() if cost == 5])
-def test_four_grave_offences_ban_a_newcomer(store: ExperienceStore, clock: Clock, reason: Reason) -> None:
+def test_four_grave_offences_ban_a_newcomer(store: ExperienceStore, clock: Any, reason: Reason) -> None:
     reputation = Reputation(store, clock)
     assert [reputation.record("bad", reason) for _ in range(5)] == [False, False, False, True, False]
     assert reputation.is_banned("bad")
@@ -56,7 +43,7 @@ def test_four_grave_offences_ban_a_newcomer(store: ExperienceStore, clock: Clock
     assert not reputation.is_banned("other")
 
 
-def test_much_good_work_outweighs_a_few_offences(store: ExperienceStore, clock: Clock) -> None:
+def test_much_good_work_outweighs_a_few_offences(store: ExperienceStore, clock: Any) -> None:
     reputation = Reputation(store, clock)
     for _ in range(30):
         reputation.record("peer", "admitted")
@@ -66,7 +53,7 @@ def test_much_good_work_outweighs_a_few_offences(store: ExperienceStore, clock: 
     assert reputation.weight("peer") == pytest.approx(31 / (30 + 25 + 4))
 
 
-def test_everything_fades_and_so_does_a_ban(store: ExperienceStore, clock: Clock) -> None:
+def test_everything_fades_and_so_does_a_ban(store: ExperienceStore, clock: Any) -> None:
     reputation = Reputation(store, clock)
     for _ in range(8):
         reputation.record("good", "admitted")
@@ -81,14 +68,14 @@ def test_everything_fades_and_so_does_a_ban(store: ExperienceStore, clock: Clock
     assert reputation.weight("bad") == pytest.approx(1 / 9)
 
 
-def test_a_clock_that_goes_back_changes_nothing(store: ExperienceStore, clock: Clock) -> None:
+def test_a_clock_that_goes_back_changes_nothing(store: ExperienceStore, clock: Any) -> None:
     reputation = Reputation(store, clock)
     reputation.record("good", "admitted")
     clock.now -= 10 * HALF_LIFE
     assert reputation.of("good").accepted == 1
 
 
-def test_reputation_survives_a_restart(store: ExperienceStore, clock: Clock) -> None:
+def test_reputation_survives_a_restart(store: ExperienceStore, clock: Any) -> None:
     reputation = Reputation(store, clock)
     reputation.record("good", "announced", "tiny model")
     reputation.record("good", "admitted")
@@ -98,10 +85,13 @@ def test_reputation_survives_a_restart(store: ExperienceStore, clock: Clock) -> 
     assert again.is_banned("bad")
     assert again.of("good") == reputation.of("good")
     assert again.of("good").model == "tiny model"
-    assert store.verdicts() == {"good": {"announced": 1, "admitted": 1}, "bad": {"hash_mismatch": 4}}
+    assert store.peers.verdicts(["good", "bad"]) == {
+        "good": {"announced": 1, "admitted": 1},
+        "bad": {"hash_mismatch": 4},
+    }
 
 
-def test_last_seen_is_when_it_was_seen(store: ExperienceStore, clock: Clock) -> None:
+def test_last_seen_is_when_it_was_seen(store: ExperienceStore, clock: Any) -> None:
     reputation = Reputation(store, clock)
     reputation.seen("peer")
     clock.now += 50
@@ -110,19 +100,21 @@ def test_last_seen_is_when_it_was_seen(store: ExperienceStore, clock: Clock) -> 
     assert (reputation.of("peer").first_seen, reputation.of("peer").last_seen) == (NOW, NOW + 50)
 
 
-def test_memory_is_bounded(store: ExperienceStore, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_and_rows_are_bounded(store: ExperienceStore, clock: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("swarm.reputation.MAX_PEERS", 3)
     reputation = Reputation(store, clock)
     for n in range(10):
         reputation.record(f"sybil{n}", "announced")
     assert len(reputation._records) == 3
+    assert {record.peer for record in store.peers.all()} == set(reputation._records), "without waiting for tidy()"
+    assert len(store.peers.verdicts([f"sybil{n}" for n in range(10)])) == 3
 
 
 def test_a_flood_of_identities_pushes_out_neither_the_proven_nor_the_banned(
-    store: ExperienceStore, clock: Clock, monkeypatch: pytest.MonkeyPatch
+    store: ExperienceStore, clock: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("swarm.reputation.MAX_PEERS", 5)
-    monkeypatch.setattr("swarm.experience.MAX_PEERS", 5)
+    monkeypatch.setattr("swarm.peer_records.MAX_PEERS", 5)
     reputation = Reputation(store, clock)
     for _ in range(10):
         reputation.record("good", "admitted")

@@ -7,6 +7,7 @@ import pytest
 
 from swarm.transport import (
     MAX_STREAMS_PER_PEER,
+    Busy,
     Message,
     PeerConnected,
     PeerDisconnected,
@@ -189,6 +190,29 @@ async def test_a_handler_that_raises_fails_the_request_only(network):
     assert await a.request(b.peer_id, ECHO, b"still here", max_bytes=10, timeout=5) == b"still here"
 
 
+async def test_a_handler_may_ask_to_wait(network):
+    a, b = await network.line(2)
+    waits = [2.5, 0.0004, 1e9]
+
+    async def sometimes(peer: str, data: bytes) -> bytes:
+        if waits:
+            raise Busy(waits.pop(0))
+        return data
+
+    b.serve(ECHO, sometimes, max_request=10)
+    told = []
+    for _ in range(3):
+        with pytest.raises(Busy) as caught:
+            await a.request(b.peer_id, ECHO, b"now?", max_bytes=10, timeout=5)
+        told.append(caught.value.seconds)
+    if network.kind == "libp2p":
+        assert told == [2.5, 0.001, 60.0], "to the millisecond, and never longer than a minute"
+        assert b._host.streams.served_now == 1, "the stream is used again"
+    else:
+        assert told == [2.5, 0.0004, 1e9]
+    assert await a.request(b.peer_id, ECHO, b"now?", max_bytes=10, timeout=5) == b"now?"
+
+
 async def test_a_silent_handler_costs_the_timeout_and_is_cancelled(network, wait_until):
     a, b = await network.line(2)
     ended = []
@@ -306,6 +330,23 @@ async def test_a_banned_peer_is_gone_and_cannot_return(network, read, wait_until
     await asyncio.sleep(0.3)
     assert seen_a.messages == []
     assert a.peers() == b.peers() == ()
+
+
+async def test_a_ban_that_is_lifted_is_over(network, read, wait_until):
+    a, b = await network.line(2)
+    for transport in (a, b):
+        await transport.subscribe(TOPIC)
+    a.ban(b.peer_id)
+    await wait_until(lambda: a.peers() == b.peers() == ())
+    a.lift_ban(b.peer_id)
+    a.lift_ban(network.identity(99).peer_id)
+    await b.connect(a.addresses()[0], timeout=5)
+    await wait_until(lambda: a.peers() == (b.peer_id,))
+    seen = read(a)
+    async with asyncio.timeout(20):
+        while not seen.messages:  # what is published before they are in each other's mesh is lost
+            await b.publish(TOPIC, b"back %f" % asyncio.get_running_loop().time())
+            await asyncio.sleep(0.2)
 
 
 async def test_events_are_bounded_and_drops_are_counted(network, wait_until):

@@ -2,7 +2,7 @@ from collections import Counter
 
 from protocol.messages import Announcement
 from protocol.rollout import TaskRef
-from swarm.wanted import HALF_LIFE, MAX_ATTEMPTS, RETRY_SECONDS, Candidate, Wanted
+from swarm.wanted import HALF_LIFE, MAX_ATTEMPTS, MAX_WAITS, RETRY_SECONDS, Candidate, Wanted
 
 NOW = 1_700_000_000.0
 
@@ -95,3 +95,19 @@ def test_a_failed_one_is_tried_later_and_then_given_up() -> None:
     assert (len(wanted), wanted.dropped) == (0, 1)
     wanted.retry(candidate(2), 0.0, now)
     assert (len(wanted), wanted.dropped) == (0, 2), "of a banned producer"
+
+
+def test_one_that_is_put_off_comes_when_it_may_and_is_given_up_in_the_end() -> None:
+    wanted, now = Wanted(10, 1), NOW
+    wanted.add(candidate(1, expires=NOW + 1e6), 1.0, now)
+    for _ in range(MAX_WAITS - 1):
+        popped = wanted.pop(now, everybody)
+        assert popped is not None
+        assert popped.attempts == 0, "waiting is no failure"
+        wanted.put_off(popped, 1.0, now, until=now + 7)
+        assert wanted.pop(now + 6.9, everybody) is None
+        now += 7
+    popped = wanted.pop(now, everybody)
+    assert popped is not None
+    wanted.put_off(popped, 1.0, now, until=now + 7)
+    assert (len(wanted), wanted.dropped) == (0, 1)

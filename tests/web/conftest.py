@@ -4,7 +4,7 @@ import asyncio
 import hashlib
 import math
 import random
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any
 
 import aiohttp
@@ -14,7 +14,7 @@ from web.server import WebServer
 from web.view import NotFound
 
 TOKEN = "a-token-for-tests-0123456789"
-NOW = 1_790_000_000.0
+NOW = 1_800_000_000.0
 PEERS = (
     "12D3KooWQYhTNQdmr3ArTeUHRYzFg94BKyTkoWBDWez9kSCVe2Xo",
     "12D3KooWLRPJAA5o6fUyrX2pLEg3sfDuNqDsLXQyiyHwuZQbqKT4",
@@ -210,26 +210,13 @@ class FixtureView:
         self.calls.append(("stop",))
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now = NOW
-
-    def __call__(self) -> float:
-        return self.now
-
-
 @pytest.fixture
 def view() -> FixtureView:
     return FixtureView()
 
 
 @pytest.fixture
-def clock() -> Clock:
-    return Clock()
-
-
-@pytest.fixture
-async def server(view: FixtureView, clock: Clock) -> AsyncIterator[WebServer]:
+async def server(view: FixtureView, clock: Callable[[], float]) -> AsyncIterator[WebServer]:
     made = WebServer(view, host="127.0.0.1", port=0, token=TOKEN, allowed_hosts=("reef.lan",), clock=clock)
     await made.start()
     yield made
