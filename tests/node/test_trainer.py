@@ -17,7 +17,7 @@ from node.models import load_model
 from node.training.local import LocalTrainer
 
 Make = Callable[..., LocalTrainer]
-PLAIN = {"learning_rate": 1e-3, "advantage": "dr_grpo"}
+PLAIN = {"learning_rate": 1e-3, "advantage": "dr_grpo", "aggregation": "token-mean"}
 """The rewards of `batch` have mean 0 in every group: they are the advantages."""
 
 
