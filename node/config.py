@@ -236,6 +236,7 @@ class CheckpointConfig(Section):
 
 class LimitsConfig(Section):
     store_mb: int = Field(512, ge=16, description="disk for experience, in MB")
+    group_mb: int = Field(8, ge=1, le=64, description="largest group that a swarm's manifest may allow, in MB")
     stage_seconds: float = Field(600.0, gt=0, description="deadline of one stage of a step")
     scorer_seconds: float = Field(2.0, gt=0, le=60, description="deadline for scoring one answer")
     scorer_memory_mb: int = Field(1024, ge=256, description="memory of the scorer process")

@@ -34,7 +34,7 @@ from node.view import DaemonView
 from node.watchdog import watch
 from protocol.assignment import held_out_task
 from protocol.invite import Invite
-from protocol.manifest import Manifest
+from protocol.manifest import Manifest, check_local_limits
 from swarm.exchange import Exchange, FetchFailed, fetch_manifest
 from swarm.experience import ExperienceStore
 from swarm.libp2p_transport import Libp2pTransport
@@ -167,6 +167,7 @@ class Daemon:
     async def _live(self, services: asyncio.TaskGroup, steps: int | None, stay: bool) -> None:
         """Know the swarm, make the parts, continue where the last process stopped, train."""
         manifest = self.manifest = await self._know_manifest()
+        check_local_limits(manifest, self.clock(), max_group_mb=self.config.limits.group_mb)
         serve_manifest(self.transport, manifest, self.clock)
         self.progress.say("STARTING", "starting the scorer and loading the model")
         self.scorer = Scorer(

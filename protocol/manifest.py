@@ -14,6 +14,7 @@ import msgspec
 
 from protocol.messages import MAX_MANIFEST_BYTES
 from protocol.rollout import Name, UInt63
+from protocol.text import forbidden_character
 
 MANIFEST_VERSION = 1
 
@@ -24,6 +25,10 @@ Setting = int | float | str | bool
 
 class ManifestError(Exception):
     """A manifest cannot be used; the message names the field and the limit."""
+
+
+class ManifestRefused(ManifestError):
+    """A manifest that is valid asks for more than this node gives; the message says how to give it."""
 
 
 class EnvironmentSpec(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -136,9 +141,13 @@ class Manifest(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
         if repeated := sorted({name for name in names if names.count(name) > 1}):
             raise ManifestError(f"environments: {', '.join(repeated)} named more than once; name each once")
         if not self.name.isprintable():
-            raise ManifestError("name: only printable characters")
+            raise ManifestError(f"name {self.name!r}: only printable characters")
         for spec in self.environments:
             for key, value in spec.settings.items():
+                if not key.isprintable():
+                    raise ManifestError(f"environments.{spec.name}.settings: key {key!r} has unprintable characters")
+                if isinstance(value, str) and (found := forbidden_character(value)):
+                    raise ManifestError(f"environments.{spec.name}.settings.{key}: forbidden control character {found}")
                 if isinstance(value, float) and not math.isfinite(value):
                     raise ManifestError(f"environments.{spec.name}.settings.{key}: {value} is not a finite number")
                 if isinstance(value, str) and len(value) > 256:
@@ -153,6 +162,30 @@ class Manifest(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
                     f"environments.{spec.name}.settings.max_tokens: {budget!r}, expected an integer from 1 to "
                     f"caps.max_tokens_per_completion ({self.caps.max_tokens_per_completion})"
                 )
+
+
+MAX_GENESIS_AHEAD = 86400.0
+"""Seconds: whoever made the manifest had another clock, but until genesis all is epoch 0, with the same few tasks."""
+
+
+def check_local_limits(manifest: Manifest, now: float, *, max_group_mb: int) -> None:
+    """Whether this node takes part in a swarm that others made. `now` in unix seconds. Raises ManifestRefused.
+
+    What the protocol allows (groups of 64 MB) is for machines of any size; every group is held in memory while it is
+    pulled, decoded and scored.
+    """
+    wanted = manifest.caps.max_group_bytes
+    if wanted > max_group_mb << 20:
+        raise ManifestRefused(
+            f"the manifest allows groups of {wanted} bytes (caps.max_group_bytes), this node {max_group_mb << 20} ; "
+            f"set limits.group_mb to {-(-wanted >> 20)} to take part, or ask for a manifest with smaller groups"
+        )
+    ahead = manifest.genesis - now
+    if ahead > MAX_GENESIS_AHEAD:
+        raise ManifestRefused(
+            f"the manifest's genesis {manifest.genesis} is {ahead / 86400:.1f} days ahead, at most "
+            f"{MAX_GENESIS_AHEAD / 86400:.0f} ; check this machine's clock, or start when the swarm begins"
+        )
 
 
 _encoder = msgspec.msgpack.Encoder(order="deterministic")

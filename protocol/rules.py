@@ -7,7 +7,6 @@ bounds what one producer fills of a batch.
 """
 
 import math
-import re
 from collections.abc import Callable, Collection, Sequence
 
 import msgspec
@@ -18,6 +17,7 @@ from protocol.manifest import Manifest
 from protocol.messages import MAX_ANNOUNCEMENT_BYTES, Announcement
 from protocol.rejection import Reason, Rejected
 from protocol.rollout import Completion, RolloutGroup, TaskRef, unpack_logprobs
+from protocol.text import forbidden_character
 
 __all__ = [
     "MAX_TEXT_BYTES_PER_TOKEN",
@@ -35,10 +35,6 @@ __all__ = [
 
 MAX_TEXT_BYTES_PER_TOKEN = 128
 """No tokenizer in use packs more text into one token (runs of spaces come closest), so more is a false count."""
-
-# NUL and other C0 controls but tab, newline, carriage return; DEL and C1; and the bidi controls that make a text
-# read other than it is (Trojan Source, CVE-2021-42574). Lone surrogates never pass the UTF-8 decoder.
-_FORBIDDEN_TEXT = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
 
 _announcement_decoder = msgspec.msgpack.Decoder(Announcement)
 _group_decoder = msgspec.msgpack.Decoder(RolloutGroup)
@@ -193,8 +189,8 @@ def _check_completion_count(count: int, manifest: Manifest) -> None:
 
 
 def _check_text(where: str, text: str) -> None:
-    if found := _FORBIDDEN_TEXT.search(text):
-        raise Rejected(Reason.malformed, f"{where}: forbidden control character U+{ord(found[0]):04X}")
+    if found := forbidden_character(text):
+        raise Rejected(Reason.malformed, f"{where}: forbidden control character {found}")
 
 
 def _check_contents(group: RolloutGroup, manifest: Manifest) -> None:

@@ -4,7 +4,17 @@ from typing import Any
 import msgspec
 import pytest
 
-from protocol.manifest import Caps, EnvironmentSpec, Manifest, ManifestError, embedded_manifest, make_manifest
+from protocol.manifest import (
+    MAX_GENESIS_AHEAD,
+    Caps,
+    EnvironmentSpec,
+    Manifest,
+    ManifestError,
+    ManifestRefused,
+    check_local_limits,
+    embedded_manifest,
+    make_manifest,
+)
 
 SPEC = EnvironmentSpec("chain_sum", "rg0.1.25-1", 1, {"max_tokens": 16})
 
@@ -96,7 +106,8 @@ def test_description_is_json() -> None:
         (b"\x99\x01", "manifest: "),
         (b"\x99\x01" + bytes(70_000), "at most 65536"),
         (changed(name=""), "length >= 1"),
-        (changed(name="a\x07b"), "printable"),
+        (changed(name="a\x07b"), r"name 'a\\x07b': only printable"),
+        (changed(name="a\u202eb"), r"name 'a\\u202eb': only printable"),
         (changed(genesis=-1), "Expected `int` >= 0 - at `genesis`"),
         (changed(epoch_seconds=1), ">= 10 - at `epoch_seconds`"),
         (changed(slots_per_epoch=0), ">= 1 - at `slots_per_epoch`"),
@@ -109,6 +120,10 @@ def test_description_is_json() -> None:
         (changed(caps=Caps(max_group_bytes=2**40)), "<= 67108864 - at `caps.max_group_bytes`"),
         (with_settings(x=float("nan")), "chain_sum.settings.x: nan is not a finite number"),
         (with_settings(x="a" * 257), "chain_sum.settings.x: longer than 256"),
+        (with_settings(x="a\u202eb"), r"chain_sum.settings.x: forbidden control character U\+202E"),
+        (with_settings(x="a\x1b[2J"), r"chain_sum.settings.x: forbidden control character U\+001B"),
+        (with_settings(**{"a\u2066b": 1}), r"chain_sum.settings: key 'a\\u2066b' has unprintable characters"),
+        (with_settings(**{"a\nb": 1}), r"chain_sum.settings: key 'a\\nb' has unprintable characters"),
         (with_settings(x=[1]), r"Expected .* at `environments\[0\].settings\[...\]`"),
         (with_settings(max_tokens=0), "max_tokens: 0, expected an integer from 1 to"),
         (with_settings(max_tokens=5000), "max_tokens: 5000, .*4096"),
@@ -119,6 +134,32 @@ def test_description_is_json() -> None:
 def test_a_bad_manifest_is_named(raw: bytes, says: str) -> None:
     with pytest.raises(ManifestError, match=says):
         Manifest.from_bytes(raw)
+
+
+def test_settings_may_say_anything_readable() -> None:
+    text = "Думай\n\tстрого: שלום"
+    manifest = Manifest.from_bytes(with_settings(prompt=text))
+    assert manifest.environments[0].settings == {"prompt": text}
+
+
+def test_a_manifest_that_asks_too_much_of_this_node_is_refused_with_the_way_out() -> None:
+    embedded = embedded_manifest("m", 1_000_000)
+    check_local_limits(embedded, 1_000_000, max_group_mb=1)
+    large = make_manifest("m", 1_000_000, (SPEC,), caps=Caps(max_group_bytes=(16 << 20) + 1))
+    check_local_limits(large, 1_000_000, max_group_mb=17)
+    with pytest.raises(ManifestRefused) as refused:
+        check_local_limits(large, 1_000_000, max_group_mb=16)
+    assert str(refused.value) == (
+        "the manifest allows groups of 16777217 bytes (caps.max_group_bytes), this node 16777216 ; "
+        "set limits.group_mb to 17 to take part, or ask for a manifest with smaller groups"
+    )
+
+
+def test_a_swarm_that_begins_long_after_now_is_not_entered_yet() -> None:
+    manifest = embedded_manifest("m", 1_000_000)
+    check_local_limits(manifest, 1_000_000 - MAX_GENESIS_AHEAD, max_group_mb=1)
+    with pytest.raises(ManifestRefused, match=r"genesis 1000000 is 3\.0 days ahead, at most 1 ; check .* clock"):
+        check_local_limits(manifest, 1_000_000 - 3 * 86400, max_group_mb=1)
 
 
 def test_only_the_canonical_form_is_a_manifest() -> None:
