@@ -61,6 +61,9 @@ async def test_a_lost_peer_is_redialled_where_it_was(libp2p, wait_until):
         await asyncio.sleep(1)
         process.kill()
         await wait_until(lambda: a.peers() == ())
-    async with peer_process("third", listen):
+    async with peer_process("third", listen) as (process, address):
+        assert address == f"{listen}/p2p/{peer}", "it tells nobody that it is back"
         await wait_until(lambda: a.peers() == (peer,), timeout=20)
+        assert await a.request(peer, "/shoal/echo/1.0.0", b"again", max_bytes=10, timeout=10) == b"again"
+    assert not service.done()
     service.cancel()

@@ -180,6 +180,7 @@ async def test_scores_that_are_none_admit_nothing(world: World, scores: tuple[fl
     b = await world.node("b", rescore=broken)
     await announce(world, b, "a", make_group(who("a"), 0))
     await until(lambda: b.count("rejected") == {"scorer_failed": 1})
+    assert (b.count("admitted"), b.pool()) == (0, set())
 
 
 async def test_over_budget_and_uninformative_groups_are_kept_but_not_trained_on(world: World) -> None:
@@ -240,7 +241,10 @@ async def test_peers_that_never_answer_leave_pullers_for_others(world: World) ->
     a = await world.node("a")
     await join(a, b)
     honest = {a.exchange.publish(make_group(a.identity, slot)) for slot in range(8)}
-    await until(lambda: honest <= b.pool(), seconds=4.0)  # about one deadline; it would be 16 of each puller
+    begin = time.monotonic()
+    await until(lambda: honest <= b.pool())
+    assert time.monotonic() - begin < 6.0, "about one deadline; it would be 16 of each puller"
+    assert b.count("rejected") == {}, "silence is no offence"
 
 
 async def test_one_bad_record_never_drops_another(world: World) -> None:
