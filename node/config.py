@@ -172,20 +172,6 @@ class TrainConfig(Section):
             )
         return self
 
-    def odd(self) -> list[str]:
-        """What is allowed and hardly meant, for the log."""
-        said = []
-        if self.loss in ("gspo", "soft_gate", "gmpo") and self.aggregation != "seq-mean-token-mean":
-            said.append(
-                f"train.loss = {self.loss} is meant for train.aggregation = seq-mean-token-mean; "
-                f"with {self.aggregation} long completions weigh more"
-            )
-        if self.kl_in == "reward" and self.kl_coefficient == 0:
-            said.append("train.kl_in = reward does nothing while train.kl_coefficient is 0")
-        if self.kl_coefficient > 0 and self.kl_estimator == "k1" and self.kl_in == "loss":
-            said.append("train.kl_estimator = k1 measures the KL and does not pull; k2, k3 and k3+ do")
-        return said
-
 
 class SwarmConfig(Section):
     own_groups: int = Field(4, ge=0, le=4096, description="I, own groups per update")
@@ -253,3 +239,26 @@ class Config(Section):
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     limits: LimitsConfig = LimitsConfig()
+
+    def odd(self) -> list[str]:
+        """What is allowed and hardly meant, for the log."""
+        train, said = self.train, []
+        if train.loss in ("gspo", "soft_gate", "gmpo") and train.aggregation != "seq-mean-token-mean":
+            said.append(
+                f"train.loss = {train.loss} is meant for train.aggregation = seq-mean-token-mean; "
+                f"with {train.aggregation} long completions weigh otherwise"
+            )
+        if train.kl_in == "reward" and train.kl_coefficient == 0:
+            said.append("train.kl_in = reward does nothing while train.kl_coefficient is 0")
+        if train.kl_coefficient > 0 and train.kl_estimator == "k1" and train.kl_in == "loss":
+            said.append("train.kl_estimator = k1 measures the KL and does not pull; k2, k3 and k3+ do")
+        if (
+            train.foreign_negatives == "truncated"
+            and self.swarm.foreign_ratio == "self"
+            and train.passes * train.mini_batches == 1
+        ):
+            said.append(
+                "train.foreign_negatives = truncated does nothing: the ratio of foreign tokens is 1 in the first "
+                "optimizer step; set swarm.foreign_ratio = behaviour, or train.passes over 1"
+            )
+        return said

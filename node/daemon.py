@@ -166,6 +166,8 @@ class Daemon:
 
     async def _live(self, services: asyncio.TaskGroup, steps: int | None, stay: bool) -> None:
         """Know the swarm, make the parts, continue where the last process stopped, train."""
+        for odd in self.config.odd():
+            self.history.event("warning", "config", odd)
         manifest = self.manifest = await self._know_manifest()
         check_local_limits(manifest, self.clock(), max_group_mb=self.config.limits.group_mb)
         serve_manifest(self.transport, manifest, self.clock)

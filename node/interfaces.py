@@ -95,6 +95,8 @@ class Sample:
     """Policy version that sampled its first token: the oldest one in it."""
     spans: tuple[tuple[int, int], ...] = ()
     """(version, tokens) in order, where more than one version sampled it; empty: all of it is `version`'s."""
+    experts: bytes = b""
+    """Which experts the prompt's tokens and its own went to, as far as noted (node/routing.py)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +140,8 @@ class TrainSequence(msgspec.Struct, frozen=True, array_like=True):
     """log-probability of each token under a teacher, where there is one (node/training/distill.py)."""
     parts: dict[str, float] = {}
     """Components of the reward by name, for the advantages that ask for them (gdpo)."""
+    experts: bytes = b""
+    """Which experts its tokens went to in the rollout, as far as known (node/routing.py)."""
 
 
 class TrainGroup(msgspec.Struct, frozen=True, array_like=True):
@@ -146,6 +150,8 @@ class TrainGroup(msgspec.Struct, frozen=True, array_like=True):
     prompt_ids: tuple[int, ...]
     sequences: tuple[TrainSequence, ...]
     origin: Literal["own", "foreign"]
+    prompt_experts: bytes = b""
+    """The same for the prompt's tokens."""
 
     @property
     def uniform(self) -> bool:

@@ -142,8 +142,7 @@ class Loop:
         count = self._own_count(available)
         sampled = await self._roll_out(step, count)
         self._share(sampled)
-        # uniform ones fill up what dynamic sampling did not find: better a short step than none (DAPO, 2503.14476)
-        own = sorted(sampled, key=lambda rollout: not rollout.informative)[:count] if len(sampled) > count else sampled
+        own = self._own(sampled, count)
         foreign = await self._choose_foreign()
         batch = Batch(step, tuple(train_group(r, p.config.train) for r in own + foreign))
         summary = self._summary(sampled, own, foreign, p.clock() - started)
@@ -173,6 +172,12 @@ class Loop:
         if said := self._same_rewards.see([reward for rollout in rollouts for reward in rollout.rewards]):
             p.history.event("warning", "rewards", said)
         return rollouts
+
+    def _own(self, sampled: list[Rollout], count: int) -> list[Rollout]:
+        """What the update is made of. Uniform groups fill up what dynamic sampling did not find (DAPO, 2503.14476)."""
+        if len(sampled) <= count:
+            return sampled
+        return sorted(sampled, key=lambda rollout: not rollout.informative)[:count]
 
     async def _sample(self, step: int, first: int, count: int) -> list[Rollout]:
         """Groups number `first` and on of a step, for the next tasks that the curriculum lets through."""

@@ -19,10 +19,12 @@ def continued(
     finish: FinishReason,
     version: int,
     spans: Sequence[tuple[int, int]] = (),
+    experts: bytes = b"",
 ) -> Sample:
     """`start` and the tokens sampled after it by `version`, or by the versions of `spans` in order.
 
-    Neighbouring spans of one version are joined; a sample of one version has none.
+    Neighbouring spans of one version are joined; a sample of one version has none. `experts` are those of the prompt
+    and all tokens in this pass; where the start has its own, its tokens were sampled with those.
     """
     before = spans_of(start) if start else ()
     joined: list[tuple[int, int]] = []
@@ -37,4 +39,5 @@ def continued(
         finish=finish,
         version=joined[0][0] if joined else version,
         spans=tuple(joined) if len(joined) > 1 else (),
+        experts=(start.experts if start else b"") + experts[len(start.experts) if start else 0 :],
     )

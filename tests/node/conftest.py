@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -30,6 +31,15 @@ class Evenness:
     def self_check(self):
         return []
 '''
+
+
+EXPERTS: dict[str, dict[str, Any]] = {
+    "mixtral": {"num_local_experts": 8, "num_experts_per_tok": 2},
+    "olmoe": {"num_experts": 8, "num_experts_per_tok": 2},
+    # a dense layer between two with experts
+    "qwen2_moe": {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "mlp_only_layers": [1]},
+    "qwen3_moe": {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "mlp_only_layers": [1]},
+}
 
 
 @pytest.fixture
@@ -60,7 +70,7 @@ def evenness(tmp_path: Path, no_variables: None, monkeypatch: pytest.MonkeyPatch
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """Directory of a small random model of a type (llama, qwen2, qwen3), with a byte-level tokenizer.
+    """Directory of a small random model of a type (llama, qwen2, qwen3, or one with experts), with a byte tokenizer.
 
     `ascii_only`: it can say nothing but printable ASCII, so that every answer is fit to be shared.
     """
@@ -111,6 +121,7 @@ def _make_tiny(kind: str, directory: Path, ascii_only: bool) -> None:
         bos_token_id=0,
         eos_token_id=1,
         pad_token_id=1,
+        **EXPERTS.get(kind, {}),
     )
     torch.manual_seed(7)
     model = AutoModelForCausalLM.from_config(config)

@@ -159,7 +159,7 @@ def test_damaged_files(directory: Path) -> None:
 def test_unsupported_models(directory: Path) -> None:
     edit(directory / "config.json", model_type="gpt2")
     with pytest.raises(
-        ModelError, match=r"model type 'gpt2' is not supported; use one of llama, mistral, qwen2, qwen3"
+        ModelError, match=r"model type 'gpt2' is not supported; use one of llama, mistral, qwen2, qwen3, mixtral"
     ):
         load(directory)
     edit(directory / "config.json", model_type="mistral", sliding_window=64)

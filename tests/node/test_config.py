@@ -1,0 +1,64 @@
+"""Combinations of train.* settings: what is refused, by name and with what is allowed, and what is only odd."""
+
+import pytest
+
+from node.config import Config
+from node.home import Home
+from node.settings import ConfigError, load
+
+
+@pytest.mark.parametrize(
+    ("settings", "parts"),
+    [
+        ({"advantage": "gea"}, ["train.advantage = 'gea'", "one of grpo, dr_grpo, rloo, opo, gdpo, reinforce_pp"]),
+        ({"advantage": "gigpo"}, ["gigpo", "has one turn", "set train.advantage to one of grpo", "bilevel_gae"]),
+        (
+            {"loss": "gmpo", "advantage": "gae"},
+            ["gmpo", "which gae does not give", "reinforce_pp_baseline", "soft_gate"],
+        ),
+        (
+            {"kl_in": "reward", "kl_coefficient": "0.1"},
+            ["kl_in = reward", "grpo does not see", "reinforce_pp, gae, turn_gae, bilevel_gae", "kl_in to loss"],
+        ),
+        ({"curriculum_low": "0.8", "curriculum_high": "0.2"}, ["curriculum_low = 0.8", "at most 0.2"]),
+        ({"correction": "mis-token"}, ["train.correction", "one of none, tis, tis-sequence, icepop, mis"]),
+        ({"kl_estimator": "k3_plus"}, ["train.kl_estimator", "one of k1, k2, k3, k3+"]),
+        ({"passes": "0"}, ["train.passes = '0'", "at least 1"]),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+)
+def test_what_cannot_work_is_refused_with_what_can(home: Home, settings: dict[str, str], parts: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(home, {f"train.{name}": value for name, value in settings.items()})
+    message = str(caught.value)
+    assert [part for part in parts if part not in message] == [], message
+    assert message.count(" ; ") == 1
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"advantage": "gae", "loss": "ppo"},
+        {"advantage": "gdpo", "loss": "gmpo"},
+        {"kl_in": "reward", "kl_coefficient": 0.1, "advantage": "reinforce_pp"},
+        {"loss": "gspo", "aggregation": "seq-mean-token-mean"},
+        {"foreign_negatives": "truncated", "passes": 2},
+    ],
+)
+def test_what_fits_together_is_not_odd(settings: dict[str, object]) -> None:
+    assert Config.model_validate({"train": settings}).odd() == []
+
+
+@pytest.mark.parametrize(
+    ("train", "words"),
+    [
+        ({"loss": "gspo", "aggregation": "token-mean"}, "gspo is meant for train.aggregation = seq-mean-token-mean"),
+        ({"kl_in": "reward"}, "does nothing while train.kl_coefficient is 0"),
+        ({"kl_estimator": "k1", "kl_coefficient": 0.1}, "k1 measures the KL and does not pull"),
+        ({"foreign_negatives": "truncated"}, "does nothing: the ratio of foreign tokens is 1"),
+    ],
+)
+def test_what_is_allowed_and_hardly_meant_is_said(train: dict[str, object], words: str) -> None:
+    (said,) = Config.model_validate({"train": train}).odd()
+    assert words in said

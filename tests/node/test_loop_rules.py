@@ -1,0 +1,128 @@
+"""Data rules in the loop: dynamic sampling, the curriculum's state, the alarm."""
+
+import time
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from node.config import Config
+from node.interfaces import Sample, Score
+from node.loop import Loop
+from node.progress import Progress
+from node.rollouts import Rollout
+from node.selection import SAME_REWARDS_ALARM
+from protocol.manifest import embedded_manifest
+from protocol.rollout import TaskRef
+from swarm.sampler import Sampler
+
+
+class Events(list[str]):
+    def event(self, level: str, kind: str, message: str) -> None:
+        self.append(message)
+
+
+@pytest.fixture
+def make_loop(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Loop]:
+    """A loop whose groups are informative where `good` says so, by the index of the group in the step."""
+
+    def make(good: Callable[[int], bool], **train: Any) -> Loop:
+        asked: list[tuple[tuple[TaskRef, ...], list[int]]] = []
+        sampled = 0
+
+        async def sample(
+            engine: Any, bundle: Any, scorer: Any, config: Any, refs: tuple[TaskRef, ...], seeds: list[int], n: int
+        ) -> Sequence[Rollout]:
+            nonlocal sampled
+            asked.append((refs, seeds))
+            rollouts = []
+            for ref in refs:
+                rewards = (1.0, 0.0) if good(sampled) else (0.0, 0.0)
+                sampled += 1
+                samples = (Sample((1,), (-1.0,), "stop", 0),) * 2
+                scores = tuple(Score(reward, True) for reward in rewards)
+                rollouts.append(Rollout("own", ref, (1,), samples, ("a", "b"), scores, budget=8))
+            return rollouts
+
+        monkeypatch.setattr("node.loop.sample", sample)
+        parts: Any = SimpleNamespace(
+            config=Config.model_validate({"train": train}),
+            manifest=embedded_manifest("one", time.time() - 60),
+            peer_id="12D3",
+            engine=None,
+            bundle=None,
+            scorer=None,
+            sampler=Sampler(0),
+            history=Events(),
+            progress=Progress(time.time, 60.0),
+            clock=time.time,
+        )
+        loop = Loop(parts)
+        loop.parts.asked = asked  # type: ignore[attr-defined]
+        return loop
+
+    return make
+
+
+async def test_without_dynamic_sampling_a_step_has_the_groups_that_come(make_loop: Callable[..., Loop]) -> None:
+    loop = make_loop(lambda i: False)
+    assert len(await loop._roll_out(1, 4)) == 4
+    assert loop.position.taken == 4
+
+
+async def test_dynamic_sampling_goes_on_with_the_next_tasks_in_place_of_uniform_groups(
+    make_loop: Callable[..., Loop],
+) -> None:
+    loop = make_loop(lambda i: i in (1, 4, 6, 7), dynamic_rounds=5)
+    rollouts = await loop._roll_out(3, 4)
+    asked = loop.parts.asked  # type: ignore[attr-defined]
+    assert [len(refs) for refs, _ in asked] == [4, 3, 1], "as many as are missing, and no more once all are there"
+    assert sum(rollout.informative for rollout in rollouts) == 4
+    refs = [ref for those, _ in asked for ref in those]
+    seeds = [seed for _, those in asked for seed in those]
+    assert len(set(refs)) == len(refs) == 8 == loop.position.taken
+    assert len(set(seeds)) == 8
+    assert loop._own(rollouts, 4) == [rollout for rollout in rollouts if rollout.informative]
+
+
+async def test_dynamic_sampling_keeps_what_there_is_when_its_rounds_are_over(make_loop: Callable[..., Loop]) -> None:
+    loop = make_loop(lambda i: i == 5, dynamic_rounds=2)
+    rollouts = await loop._roll_out(1, 4)
+    assert len(rollouts) == 4 + 4 + 3
+    own = loop._own(rollouts, 4)
+    assert [rollout.informative for rollout in own] == [True, False, False, False]
+    assert own[1:] == rollouts[:3]
+
+
+async def test_pass_rates_are_saved_with_the_position(make_loop: Callable[..., Loop], monkeypatch: Any) -> None:
+    monkeypatch.setattr("node.loop.model_mark", lambda bundle: "mark")
+    loop = make_loop(lambda i: True, curriculum_low=0.2, curriculum_high=0.8)
+    await loop._roll_out(1, 8)
+    state = loop._state()
+    assert set(state["pass_rates"].values()) == {0.5}
+    again = make_loop(lambda i: True)
+    again._restore(state)
+    assert again.curriculum.rates == loop.curriculum.rates
+    del state["pass_rates"]
+    again._restore(state)
+    assert again.curriculum.rates == {}
+
+
+async def test_environments_outside_the_window_get_few_tasks(make_loop: Callable[..., Loop]) -> None:
+    loop = make_loop(lambda i: True, curriculum_low=0.2, curriculum_high=0.8)
+    names = [spec.name for spec in loop.parts.manifest.environments]
+    for name in names[1:]:
+        loop.curriculum.observe(name, [0.0])
+    rollouts = await loop._roll_out(1, 16)
+    within = sum(rollout.ref.environment == names[0] for rollout in rollouts)
+    assert within >= 8
+    assert loop.position.taken > 16
+
+
+async def test_one_and_the_same_reward_for_many_steps_is_told(make_loop: Callable[..., Loop]) -> None:
+    loop = make_loop(lambda i: False)
+    for step in range(SAME_REWARDS_ALARM):
+        await loop._roll_out(step, 2)
+    (said,) = loop.parts.history
+    assert "got the reward 0" in said
