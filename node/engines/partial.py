@@ -2,7 +2,19 @@
 
 from collections.abc import Sequence
 
-from node.interfaces import FinishReason, Sample
+from node.interfaces import FinishReason, Sample, SampledGroup
+
+
+class EngineFailed(Exception):
+    """An engine cannot go on for now: its process died, or does not answer. The message names it, and what to do.
+
+    Raised by `Engine.generate` and `update_weights`; another engine, or the same one later, may take the requests over.
+    """
+
+    def __init__(self, message: str, groups: Sequence[SampledGroup] = ()) -> None:
+        super().__init__(message)
+        self.groups = tuple(groups)
+        """What unfinished requests have so far, as far as it is known."""
 
 
 def spans_of(sample: Sample) -> tuple[tuple[int, int], ...]:
