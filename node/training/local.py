@@ -25,7 +25,8 @@ from node.batching import MicroBatch, micro_batches, pack
 from node.config import TrainConfig
 from node.interfaces import Batch, Interrupted, StepSkipped, TrainGroup, UpdateStats
 from node.logprobs import chosen_logprobs
-from node.models import ModelBundle, load_model
+from node.models import ModelBundle, ModelError, load_model
+from node.routing import replayed
 from node.training import files
 from node.training.critic import Critic
 from node.training.objective import Forward, Member, StepObjective
@@ -71,8 +72,11 @@ class LocalTrainer:
         """`dumps`: where a batch that gave a non-finite update is written for inspection.
 
         Without `merge`, every sequence is laid out whole: the same gradients for more work (`shoal bench train`).
+        Raises ModelError for routing replay without experts.
         """
         self.bundle, self.config, self.dumps, self.merge = bundle, config, dumps, merge
+        if config.routing_replay == "on" and bundle.routing is None:
+            raise ModelError(f"train.routing_replay is on, but {bundle.name} has no experts; set it to auto")
         self.model = bundle.model.eval()
         self.step = 0
         self._origin: Path | None = None
@@ -296,12 +300,15 @@ class LocalTrainer:
         device = self.model.device
         trie = micro.trie
         packed = pack(trie, device, leaves=False)
-        hidden = model.base_model(
-            input_ids=packed.token_ids[None],
-            position_ids=packed.positions[None],
-            use_cache=False,
-            shoal=PackedAttention(packed.blocks),
-        ).last_hidden_state[0]
+        # the reference is another policy: its routers choose for themselves
+        replay = model is self.model and self.config.routing_replay != "off"
+        with replayed(self.bundle.routing if replay else None, micro, packed):
+            hidden = model.base_model(
+                input_ids=packed.token_ids[None],
+                position_ids=packed.positions[None],
+                use_cache=False,
+                shoal=PackedAttention(packed.blocks),
+            ).last_hidden_state[0]
         # completions that begin alike share their tokens: each distinct one is computed once
         nodes: dict[int, int] = {}
         index = torch.tensor(
