@@ -176,6 +176,7 @@ class TrainConfig(Section):
 class SwarmConfig(Section):
     own_groups: int = Field(4, ge=0, le=4096, description="I, own groups per update")
     foreign_groups: int = Field(4, ge=0, le=4096, description="J, foreign groups per update, as far as there are any")
+    foreign_adaptive: bool = Field(False, description="lower J while the held-out score is below its best")
     foreign_ratio: Literal["self", "behaviour"] = Field("self", description="importance ratio of foreign tokens")
     max_group_uses: int = Field(3, ge=1, le=100, description="how often one foreign group may be trained on")
     max_producer_share: float = Field(1.0, gt=0, le=1, description="share of J that one producer may fill")

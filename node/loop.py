@@ -27,7 +27,7 @@ from node.progress import Progress
 from node.replay import replay
 from node.rollouts import Rollout, from_group, sample, sampling_seed, to_group, train_group
 from node.scorer import Scorer, ScorerError
-from node.selection import Curriculum, SameRewards
+from node.selection import Curriculum, ForeignShare, SameRewards
 from protocol.manifest import Manifest
 from protocol.rules import Rejected
 from swarm.exchange import Exchange
@@ -71,6 +71,7 @@ class Loop:
         self.parts = parts
         self.position = DataPosition()
         self.curriculum = Curriculum(parts.config.train.curriculum_low, parts.config.train.curriculum_high)
+        self.foreign_share = ForeignShare(parts.config.swarm.foreign_groups)
         self._same_rewards = SameRewards()
         self.saved: int | None = None
         """The step that the next start will reach; None until that is known."""
@@ -158,17 +159,23 @@ class Loop:
     def _own_count(self, available: int) -> int:
         """I own groups, and one more for each foreign group there is none of."""
         swarm = self.parts.config.swarm
-        return swarm.own_groups + max(0, swarm.foreign_groups - available)
+        return swarm.own_groups + max(0, swarm.foreign_groups - min(available, self._foreign_count()))
+
+    def _foreign_count(self) -> int:
+        """J as it is now."""
+        swarm = self.parts.config.swarm
+        return self.foreign_share.now if swarm.foreign_adaptive else swarm.foreign_groups
 
     async def _roll_out(self, step: int, count: int) -> list[Rollout]:
         """`count` own groups; with dynamic sampling, other tasks' besides while some of them are uniform."""
         p = self.parts
         rollouts: list[Rollout] = []
+        now = p.clock()  # one for all rounds: groups of one step are of one epoch
         async with p.progress.during("rollout"):
             for _ in range(1 + p.config.train.dynamic_rounds):
                 missing = count - sum(rollout.informative for rollout in rollouts)
                 if missing:
-                    rollouts += await self._sample(step, len(rollouts), missing)
+                    rollouts += await self._sample(step, len(rollouts), missing, now)
         if said := self._same_rewards.see([reward for rollout in rollouts for reward in rollout.rewards]):
             p.history.event("warning", "rewards", said)
         return rollouts
@@ -179,11 +186,11 @@ class Loop:
             return sampled
         return sorted(sampled, key=lambda rollout: not rollout.informative)[:count]
 
-    async def _sample(self, step: int, first: int, count: int) -> list[Rollout]:
+    async def _sample(self, step: int, first: int, count: int, now: float) -> list[Rollout]:
         """Groups number `first` and on of a step, for the next tasks that the curriculum lets through."""
         p = self.parts
         passed_over = self.curriculum.outside([spec.name for spec in p.manifest.environments])
-        refs = self.position.take(p.manifest, p.peer_id, count, p.clock(), passed_over)
+        refs = self.position.take(p.manifest, p.peer_id, count, now, passed_over)
         seeds = [sampling_seed(p.config.node.seed, step, first + i) for i in range(count)]
         try:
             rollouts = await sample(p.engine, p.bundle, p.scorer, p.config, refs, seeds, p.config.rollout.group_size)
@@ -215,7 +222,7 @@ class Loop:
         async with p.progress.during("mix"):
             chosen = p.sampler.choose(
                 p.store.pool(p.clock()),
-                swarm.foreign_groups,
+                self._foreign_count(),
                 max_uses=swarm.max_group_uses,
                 max_producer_share=swarm.max_producer_share,
                 weight=p.exchange.weight,
@@ -296,6 +303,7 @@ class Loop:
                 mean = sum(scores.values()) / len(scores)
                 await self._keep_best(mean)
                 p.history.record_evaluation(p.trainer.step, scores)
+                self.foreign_share.judge(mean)
             except (ScorerError, StoreError) as error:
                 self._evaluations_failed += 1
                 p.history.event("error", "evaluate", f"step {p.trainer.step} has no held-out score: {error}")
@@ -337,12 +345,15 @@ class Loop:
             "taken": self.position.taken,
             "sampler": self.parts.sampler.state(),
             "pass_rates": self.curriculum.state(),
+            "foreign_share": self.foreign_share.state(),
         }
 
     def _restore(self, state: Mapping[str, Any]) -> None:
         self.position = DataPosition(state["epoch"], state["taken"])
         self.parts.sampler.restore(state["sampler"])
-        self.curriculum.restore(state.get("pass_rates", {}))  # a checkpoint of Shoal 0.1 may have none
+        self.curriculum.restore(state.get("pass_rates", {}))  # a checkpoint of Shoal 0.1 may have neither
+        if "foreign_share" in state:
+            self.foreign_share.restore(state["foreign_share"])
 
     def _summary(
         self, sampled: Sequence[Rollout], own: Sequence[Rollout], foreign: Sequence[Rollout], seconds: float

@@ -4,11 +4,14 @@ Own tasks stay those that (manifest, epoch, peer) assign: a rule may pass a task
 """
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 PASS_RATE_MOVES = 0.2
 """How far the running pass rate of an environment goes towards that of its next group."""
 REVISIT_EVERY = 8
 """One task in so many is taken whatever its environment's pass rate, or a rate that has left the window stays there."""
+SCORE_FALLS = 0.02
+"""A held-out score this much below the best one has fallen; less is chance."""
 SAME_REWARDS_ALARM = 20
 """Steps in a row in which all own rewards were one and the same number, after which a person should look."""
 
@@ -48,6 +51,29 @@ class Curriculum:
 
     def restore(self, state: Mapping[str, float]) -> None:
         self.rates = dict(state)
+
+
+class ForeignShare:
+    """J, foreign groups an update: halved, down to 0, when the held-out score has fallen, and one more when it has not.
+
+    The SAPO paper's larger shares oscillate, because weak nodes' answers pull strong ones down (arXiv 2509.08721).
+    """
+
+    def __init__(self, most: int) -> None:
+        self.most = self.now = most
+        self._best: float | None = None
+
+    def judge(self, score: float) -> None:
+        """A held-out score was taken."""
+        fallen = self._best is not None and score < self._best - SCORE_FALLS
+        self.now = self.now // 2 if fallen else min(self.most, self.now + 1)
+        self._best = score if self._best is None else max(self._best, score)
+
+    def state(self) -> dict[str, Any]:
+        return {"now": self.now, "best": self._best}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        self.now, self._best = min(self.most, state["now"]), state["best"]
 
 
 class SameRewards:

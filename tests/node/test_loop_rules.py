@@ -46,8 +46,9 @@ def make_loop(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Loop]:
             return rollouts
 
         monkeypatch.setattr("node.loop.sample", sample)
+        swarm = {"foreign_adaptive": train.pop("foreign_adaptive", False)}
         parts: Any = SimpleNamespace(
-            config=Config.model_validate({"train": train}),
+            config=Config.model_validate({"train": train, "swarm": swarm}),
             manifest=embedded_manifest("one", time.time() - 60),
             peer_id="12D3",
             engine=None,
@@ -107,6 +108,21 @@ async def test_pass_rates_are_saved_with_the_position(make_loop: Callable[..., L
     del state["pass_rates"]
     again._restore(state)
     assert again.curriculum.rates == {}
+
+
+async def test_own_groups_take_the_place_of_foreign_ones_that_are_not_wanted(
+    make_loop: Callable[..., Loop], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("node.loop.model_mark", lambda bundle: "mark")
+    fixed, adaptive = make_loop(lambda i: True), make_loop(lambda i: True, foreign_adaptive=True)
+    for loop in (fixed, adaptive):
+        loop.foreign_share.judge(0.5)
+        loop.foreign_share.judge(0.3)
+    assert [fixed._foreign_count(), fixed._own_count(9), fixed._own_count(1)] == [4, 4, 7]
+    assert [adaptive._foreign_count(), adaptive._own_count(9), adaptive._own_count(1)] == [2, 6, 7]
+    again = make_loop(lambda i: True, foreign_adaptive=True)
+    again._restore(adaptive._state())
+    assert again._foreign_count() == 2
 
 
 async def test_environments_outside_the_window_get_few_tasks(make_loop: Callable[..., Loop]) -> None:

@@ -6,7 +6,14 @@ from node.assign import DataPosition
 from node.config import TrainConfig
 from node.interfaces import Sample, Score
 from node.rollouts import Rollout, train_group
-from node.selection import REVISIT_EVERY, SAME_REWARDS_ALARM, Curriculum, SameRewards, overlong_penalty
+from node.selection import (
+    REVISIT_EVERY,
+    SAME_REWARDS_ALARM,
+    Curriculum,
+    ForeignShare,
+    SameRewards,
+    overlong_penalty,
+)
 from protocol.assignment import is_assigned
 from protocol.manifest import embedded_manifest
 from protocol.rollout import TaskRef
@@ -89,6 +96,19 @@ def test_passing_over_leaves_out_assigned_tasks_and_picks_no_others() -> None:
     assert all(is_assigned(manifest, some.epoch, "12D3", ref) for ref in chosen)
     resumed = DataPosition(some.epoch, some.taken)
     assert resumed.take(manifest, "12D3", 4, now) == tuple(tasks[some.taken : some.taken + 4])
+
+
+def test_the_foreign_share_falls_with_the_held_out_score_and_comes_back() -> None:
+    share, seen = ForeignShare(4), []
+    for score in (0.5, 0.49, 0.4, 0.41, 0.42, 0.3, 0.55, 0.54):
+        share.judge(score)
+        seen.append(share.now)
+    assert seen == [4, 4, 2, 1, 0, 0, 1, 2], "0.49 is chance, 0.4 to 0.3 are below the best"
+    again = ForeignShare(1)
+    again.restore(share.state())
+    assert again.now == 1, "not above what the settings allow now"
+    again.judge(0.4)
+    assert again.now == 0
 
 
 def test_an_alarm_after_many_steps_of_one_reward() -> None:
