@@ -109,8 +109,8 @@ class StepObjective:
         old = self.old[at]
         losses, clipped = LOSSES[config.loss](logprobs, old, advantages, sequence, mask, config)
 
-        weight = CORRECTIONS[config.correction](old, torch.where(mu.isnan(), old, mu), sequence, mask, config)
         sampled = torch.where(mu.isnan(), old, mu)
+        weight = CORRECTIONS[config.correction](old, sampled, sequence, mask, config)
         if config.foreign_negatives == "truncated":
             tapered = self.foreign[at] & (advantages < 0)
             weight = torch.where(tapered, topr(logprobs, sampled, advantages), weight)
