@@ -14,7 +14,7 @@ Tokens are numbers without meaning, except that the first one is the sample's nu
 
 import asyncio
 import math
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 
@@ -106,6 +106,10 @@ class SimulatedEngine:
         """While set, it fails what it works on and what it is asked for; the message of the failure."""
         self._waiting: deque[_Sequence] = deque()
         self._running: list[_Sequence] = []
+        self._prompts: Counter[str] = Counter()
+        """Running samples of each group."""
+        self._held = 0
+        """Tokens of keys and values of all that runs, a prompt's once."""
         self._kept: OrderedDict[tuple[str, int], int] = OrderedDict()
         """Tokens whose keys and values are still here, of sequences that left; prompts as number -1."""
         self._arrived = asyncio.Event()
@@ -158,12 +162,10 @@ class SimulatedEngine:
             prefill = self._admit()
             if not self._running:
                 continue
-            kv = self._held()
-            count = len(self._running)
             # the last to join goes back until the others can make a step
-            while count > 1 and kv + count > self.model.kv_tokens:
-                kv -= self._preempt()
-                count -= 1
+            while len(self._running) > 1 and self._held + len(self._running) > self.model.kv_tokens:
+                self._preempt()
+            kv, count = self._held, len(self._running)
             steps = min(QUANTUM, min(sequence.end - sequence.tokens for sequence in self._running))
             if count > 1:
                 steps = max(1, min(steps, (self.model.kv_tokens - kv) // count))
@@ -174,7 +176,11 @@ class SimulatedEngine:
             self.meters.full += full * seconds
             for sequence in list(self._running):
                 sequence.tokens += steps
-                sequence.fresh.append((version, steps))
+                self._held += steps
+                if sequence.fresh and sequence.fresh[-1][0] == version:
+                    sequence.fresh[-1] = (version, sequence.fresh[-1][1] + steps)
+                else:
+                    sequence.fresh.append((version, steps))
                 self.meters.tokens += steps
                 if sequence.tokens >= sequence.end:
                     self._leave(sequence, sequence.reason)
@@ -206,11 +212,10 @@ class SimulatedEngine:
         while self._waiting and len(self._running) < self.model.slots:
             sequence = self._waiting[0]
             group = sequence.group
-            prompt = len(group.request.prompt_ids)
-            shared = any(other.group.name == group.name for other in self._running)
+            prompt = 0 if self._prompts[group.name] else len(group.request.prompt_ids)
             here = self._kept.get((group.name, sequence.number), 0) if sequence.number >= 0 else 0
-            need = (0 if shared else prompt) + sequence.tokens
-            if self._running and self._held() + need > self.model.kv_tokens - len(self._running):
+            room = self.model.kv_tokens - len(self._running)
+            if self._running and self._held + prompt + sequence.tokens > room:
                 break
             self._waiting.popleft()
             if sequence.number < 0:
@@ -219,27 +224,38 @@ class SimulatedEngine:
             sequence.end = min(length, group.request.max_new_tokens)
             sequence.reason = "stop" if length <= group.request.max_new_tokens else "length"
             self._kept.pop((group.name, sequence.number), None)
-            if not shared and self._kept.pop((group.name, -1), None) is None:
+            if prompt and self._kept.pop((group.name, -1), None) is None:
                 fresh += prompt
             fresh += sequence.tokens - here
-            self._running.append(sequence)
-        while self._kept and self._held() + sum(self._kept.values()) > self.model.kv_tokens:
-            self._kept.popitem(last=False)
+            self._join(sequence)
+        kept = sum(self._kept.values())
+        while self._kept and self._held + kept > self.model.kv_tokens:
+            kept -= self._kept.popitem(last=False)[1]
         self.meters.prefilled += fresh
         return fresh * self.model.prefill_seconds
 
-    def _held(self) -> int:
-        """Tokens of keys and values of all that runs."""
-        prompts = {sequence.group.name: len(sequence.group.request.prompt_ids) for sequence in self._running}
-        return sum(prompts.values()) + sum(sequence.tokens for sequence in self._running)
+    def _join(self, sequence: _Sequence) -> None:
+        name = sequence.group.name
+        self._held += sequence.tokens + (0 if self._prompts[name] else len(sequence.group.request.prompt_ids))
+        self._prompts[name] += 1
+        self._running.append(sequence)
 
-    def _preempt(self) -> int:
-        """Put the last to join back to the head of the line; returns what that frees."""
-        before = self._held()
-        sequence = self._running.pop()
+    def _part(self, sequence: _Sequence) -> None:
+        """Take a sequence out of what runs, and its keys and values."""
+        name = sequence.group.name
+        self._running.remove(sequence)
+        self._prompts[name] -= 1
+        self._held -= sequence.tokens
+        if not self._prompts[name]:
+            del self._prompts[name]
+            self._held -= len(sequence.group.request.prompt_ids)
+
+    def _preempt(self) -> None:
+        """Put the last to join back to the head of the line."""
+        sequence = self._running[-1]
+        self._part(sequence)
         self._waiting.appendleft(sequence)
         self.meters.preempted += 1
-        return before - self._held()
 
     # -- ends --------------------------------------------------------------------------------------------------
 
@@ -247,7 +263,7 @@ class SimulatedEngine:
         """A sequence is done here; the last one of its request completes the group."""
         group = sequence.group
         if sequence in self._running:
-            self._running.remove(sequence)
+            self._part(sequence)
             if reason == "stop":
                 self.meters.finishes.append(asyncio.get_running_loop().time())
             else:
@@ -268,7 +284,8 @@ class SimulatedEngine:
 
     def _drop(self, groups: Sequence[_Group]) -> None:
         """Forget what is left of a call."""
-        self._running = [sequence for sequence in self._running if sequence.group not in groups]
+        for sequence in [sequence for sequence in self._running if sequence.group in groups]:
+            self._part(sequence)
         self._waiting = deque(sequence for sequence in self._waiting if sequence.group not in groups)
 
     def _fail(self, message: str) -> None:
@@ -281,6 +298,8 @@ class SimulatedEngine:
             if group not in of_call:
                 of_call.append(group)
         self._running, self._waiting = [], deque()
+        self._prompts.clear()
+        self._held = 0
         self._kept.clear()
         for groups in calls.values():
             told = [

@@ -64,7 +64,7 @@ class Begun(msgspec.Struct, array_like=True, eq=False):
     long: bool = False
     """Left over from a short round (`tail`)."""
     prompt_ids: tuple[int, ...] = ()
-    """Rendered anew after a restart."""
+    """Empty until it was sent to an engine."""
     since: int | None = None
     """Version that it was sent to the engine with, while it is in flight (`asynchronous`)."""
 
@@ -270,7 +270,7 @@ class Rounds:
 
     def state(self) -> list[Any]:
         """What is begun and not taken, as JSON values, with every token that is known of it."""
-        saved = [msgspec.structs.replace(one, prompt_ids=(), since=None) for one in self.begun]
+        saved = [msgspec.structs.replace(one, since=None) for one in self.begun]
         return cast(list[Any], msgspec.to_builtins(saved))
 
     def restore(self, state: Sequence[Any]) -> None:
