@@ -10,12 +10,17 @@ from swarm.database import Database, StoreError
 
 log = logging.getLogger(__name__)
 
-VERSION = 1
+VERSION = 2
 MAX_EVENTS = 10_000
+KEPT_STEPS = 20_000
+"""Of the last so many steps everything is kept (about 1 KB each)."""
+THINNED = 100
+"""Of older steps every so many-th one is kept, and the first one."""
+SCORED = 1_000
+"""Of older held-out scores one is kept in so many steps, and the best one."""
 TRIM_EVERY = 100
 SCHEMA = """
-CREATE TABLE steps (step INTEGER PRIMARY KEY, at REAL NOT NULL, record TEXT NOT NULL, foreign_groups INTEGER NOT NULL);
-CREATE INDEX steps_foreign ON steps (foreign_groups);
+CREATE TABLE steps (step INTEGER PRIMARY KEY, at REAL NOT NULL, record TEXT NOT NULL, trained_foreign INTEGER NOT NULL);
 CREATE TABLE evaluations (step INTEGER PRIMARY KEY, at REAL NOT NULL, mean REAL NOT NULL, scores TEXT NOT NULL);
 CREATE TABLE events (
     id INTEGER PRIMARY KEY AUTOINCREMENT,
@@ -26,6 +31,17 @@ CREATE TABLE events (
 )"""
 
 
+UPGRADES = {
+    1: """
+CREATE TABLE summed AS SELECT step, at, record, SUM(foreign_groups) OVER (ORDER BY step) AS trained_foreign FROM steps;
+DROP TABLE steps;
+CREATE TABLE steps (step INTEGER PRIMARY KEY, at REAL NOT NULL, record TEXT NOT NULL, trained_foreign INTEGER NOT NULL);
+INSERT INTO steps SELECT * FROM summed;
+DROP TABLE summed"""
+}
+"""From a version to the next one."""
+
+
 class History:
     """Used from the asyncio thread. Raises swarm.database.StoreError, and StoreFull when the disk is full.
 
@@ -34,7 +50,7 @@ class History:
 
     def __init__(self, path: Path, clock: Callable[[], float]) -> None:
         self._database, self._clock = Database(path), clock
-        self._database.migrate("history_version", VERSION, SCHEMA)
+        self._database.migrate("history_version", VERSION, SCHEMA, UPGRADES)
 
     def close(self) -> None:
         self._database.close()
@@ -42,13 +58,30 @@ class History:
     # -- steps -----------------------------------------------------------------------------------------------
 
     def record_step(self, step: int, record: Mapping[str, Any]) -> None:
-        """Keep what a step did; `record` is JSON values with at least `foreign_groups`."""
+        """Keep what a step did; `record` is JSON values with at least `foreign_groups`. Old steps are thinned out."""
+        before = self._database.one(
+            "SELECT trained_foreign FROM steps WHERE step < ? ORDER BY step DESC LIMIT 1", step
+        ) or (0,)
+        total = before[0] + record["foreign_groups"]
         self._database.execute(
-            "INSERT OR REPLACE INTO steps VALUES (?, ?, ?, ?)",
-            step,
-            self._clock(),
-            json.dumps(record),
-            record["foreign_groups"],
+            "INSERT OR REPLACE INTO steps VALUES (?, ?, ?, ?)", step, self._clock(), json.dumps(record), total
+        )
+        if step % TRIM_EVERY == 0:
+            self._thin(step - KEPT_STEPS)
+
+    def _thin(self, last: int) -> None:
+        """Of steps and held-out scores up to step `last`, keep a few."""
+        self._database.execute(
+            "DELETE FROM steps WHERE step <= ? AND step % ? != 0 AND step != (SELECT MIN(step) FROM steps)",
+            last,
+            THINNED,
+        )
+        self._database.execute(
+            "DELETE FROM evaluations WHERE step <= ? "
+            "AND step NOT IN (SELECT MIN(step) FROM evaluations GROUP BY step / ?) "
+            "AND step != (SELECT step FROM evaluations ORDER BY mean DESC, step LIMIT 1)",
+            last,
+            SCORED,
         )
 
     def steps(self, after: int, limit: int) -> list[dict[str, Any]]:
@@ -66,7 +99,7 @@ class History:
 
     def trained_foreign(self) -> int:
         """Foreign groups that went into updates, each use counted."""
-        row = self._database.one("SELECT COALESCE(SUM(foreign_groups), 0) FROM steps")
+        row = self._database.one("SELECT trained_foreign FROM steps ORDER BY step DESC LIMIT 1")
         return 0 if row is None else int(row[0])
 
     # -- held-out scores -------------------------------------------------------------------------------------
@@ -78,9 +111,11 @@ class History:
             "INSERT OR REPLACE INTO evaluations VALUES (?, ?, ?, ?)", step, self._clock(), mean, json.dumps(scores)
         )
 
-    def evaluations(self) -> list[dict[str, Any]]:
-        """All of them, oldest first: `step`, `at`, `mean` and `scores` by environment."""
-        rows = self._database.all("SELECT step, at, mean, scores FROM evaluations ORDER BY step")
+    def evaluations(self, after: int, limit: int) -> list[dict[str, Any]]:
+        """Those of steps > `after`, oldest first: `step`, `at`, `mean` and `scores` by environment."""
+        rows = self._database.all(
+            "SELECT step, at, mean, scores FROM evaluations WHERE step > ? ORDER BY step LIMIT ?", after, limit
+        )
         return [{"step": step, "at": at, "mean": mean, "scores": json.loads(s)} for step, at, mean, s in rows]
 
     def held_out_start(self) -> float | None:
@@ -88,6 +123,11 @@ class History:
 
     def held_out_latest(self) -> float | None:
         return self._mean("ORDER BY step DESC LIMIT 1")
+
+    def held_out_steps(self) -> tuple[int, int] | None:
+        """Steps that the first and the latest score are of; the first one is 0 unless its evaluation failed."""
+        row = self._database.one("SELECT MIN(step), MAX(step) FROM evaluations")
+        return None if row is None or row[0] is None else (int(row[0]), int(row[1]))
 
     def best_held_out(self) -> float | None:
         return self._mean("ORDER BY mean DESC LIMIT 1")

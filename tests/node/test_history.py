@@ -30,7 +30,9 @@ def history(path: Path) -> Iterator[History]:
 
 
 def test_an_empty_history(history: History) -> None:
-    assert history.steps(0, 10) == history.events(0, 10) == history.events(None, 10) == history.evaluations() == []
+    assert (
+        history.steps(0, 10) == history.events(0, 10) == history.events(None, 10) == history.evaluations(-1, 10) == []
+    )
     assert history.first_step() is history.last_step() is history.held_out_start() is history.best_held_out() is None
     assert history.trained_foreign() == 0
 
@@ -51,6 +53,11 @@ def test_a_replayed_step_is_written_over(history: History) -> None:
     history.record_step(1, {"reward": 0.2, "foreign_groups": 2})
     assert [record["reward"] for record in history.steps(0, 10)] == [0.2]
     assert history.trained_foreign() == 2
+    history.record_step(2, {"reward": 0.2, "foreign_groups": 3})
+    history.record_step(3, {"reward": 0.2, "foreign_groups": 1})
+    for step, foreign in ((1, 2), (2, 3), (3, 4)):  # a restart replays them, and the last was made anew
+        history.record_step(step, {"reward": 0.2, "foreign_groups": foreign})
+    assert history.trained_foreign() == 9
 
 
 def test_evaluations(history: History) -> None:
@@ -60,12 +67,14 @@ def test_evaluations(history: History) -> None:
     assert history.held_out_start() == pytest.approx(0.2)
     assert history.held_out_latest() == pytest.approx(0.4)
     assert history.best_held_out() == pytest.approx(0.6)
-    assert history.evaluations()[1] == {
+    assert history.evaluations(-1, 10)[1] == {
         "step": 10,
         "at": 1002.0,
         "mean": pytest.approx(0.6),
         "scores": {"chain_sum": 0.5, "letter_counting": 0.7},
     }
+    assert [found["step"] for found in history.evaluations(0, 1)] == [10]
+    assert history.held_out_steps() == (0, 20)
 
 
 def test_events(history: History) -> None:
@@ -86,6 +95,42 @@ def test_old_events_make_room(history: History) -> None:
     assert kept[-1]["message"] == str(MAX_EVENTS + 149)
 
 
+def test_old_steps_and_scores_are_thinned_out(history: History, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("node.history.KEPT_STEPS", 1_000)
+    monkeypatch.setattr("node.history.SCORED", 500)
+    for step in range(1, 2_301):
+        history.record_step(step, {"foreign_groups": 1})
+        if step % 10 == 0:
+            history.record_evaluation(step, {"a": 0.9 if step == 640 else 0.1})
+    kept = [record["step"] for record in history.steps(0, 10_000)]
+    assert kept == [1, *range(100, 1_301, 100), *range(1_301, 2_301)]
+    assert history.trained_foreign() == 2_300
+    scored = [found["step"] for found in history.evaluations(-1, 10_000)]
+    assert scored == [10, 500, 640, 1_000, *range(1_310, 2_301, 10)]
+    assert history.best_held_out() == 0.9
+
+
+def test_a_history_of_the_first_version_is_taken_over(path: Path) -> None:
+    with sqlite3.connect(path) as database:
+        database.executescript(
+            "CREATE TABLE history_version (version INTEGER NOT NULL); INSERT INTO history_version VALUES (1);"
+            "CREATE TABLE steps (step INTEGER PRIMARY KEY, at REAL NOT NULL, record TEXT NOT NULL,"
+            " foreign_groups INTEGER NOT NULL); CREATE INDEX steps_foreign ON steps (foreign_groups);"
+            "CREATE TABLE evaluations (step INTEGER PRIMARY KEY, at REAL NOT NULL, mean REAL NOT NULL,"
+            " scores TEXT NOT NULL);"
+            "CREATE TABLE events (id INTEGER PRIMARY KEY AUTOINCREMENT, at REAL NOT NULL, level TEXT NOT NULL,"
+            " kind TEXT NOT NULL, message TEXT NOT NULL);"
+            """INSERT INTO steps VALUES (1, 5.0, '{"reward": 0.5}', 4), (2, 6.0, '{"reward": 0.25}', 3);"""
+        )
+    opened = History(path, Clock())
+    assert opened.steps(0, 10) == [{"step": 1, "at": 5.0, "reward": 0.5}, {"step": 2, "at": 6.0, "reward": 0.25}]
+    assert opened.trained_foreign() == 7
+    opened.record_step(3, {"foreign_groups": 1})
+    assert opened.trained_foreign() == 8
+    opened.close()
+    assert History(path, Clock()).trained_foreign() == 8
+
+
 def test_it_shares_its_file_with_the_experience(history: History, path: Path) -> None:
     store = ExperienceStore(path, 16 << 20, Clock())
     history.record_step(1, {"foreign_groups": 0})
@@ -99,8 +144,8 @@ def test_it_shares_its_file_with_the_experience(history: History, path: Path) ->
 def test_a_newer_schema_is_refused(history: History, path: Path) -> None:
     history.close()
     with sqlite3.connect(path) as database:
-        database.execute("UPDATE history_version SET version = 2")
-    with pytest.raises(StoreError, match="history_version is of version 2, this Shoal reads version 1"):
+        database.execute("UPDATE history_version SET version = 9")
+    with pytest.raises(StoreError, match="history_version is of version 9, this Shoal reads version 2"):
         History(path, Clock())
 
 

@@ -183,7 +183,7 @@ async def test_a_failed_first_evaluation_is_made_up_for_before_the_first_step(
     steps_of_nothing(loop, monkeypatch)
     left = scores_in_turn(monkeypatch, ScorerError("out of breath"), 0.25, 0.5)
     await loop.run(3)
-    assert [(found["step"], found["mean"]) for found in loop.parts.history.evaluations()] == [(0, 0.25)]
+    assert [(found["step"], found["mean"]) for found in loop.parts.history.evaluations(-1, 99)] == [(0, 0.25)]
     assert left == [0.5]
 
 
@@ -217,7 +217,7 @@ async def test_the_best_weights_are_those_that_could_be_written(
         await loop._evaluate()
     assert writes == [2, 3]  # worse than the initial model: no; failed; better than what there is; worse than that
     assert (loop.parts.checkpoints.find("best").step, loop.parts.checkpoints.best_score()) == (3, 0.5)
-    assert [found["mean"] for found in loop.parts.history.evaluations()] == [0.3, 0.2, 0.9, 0.5, 0.4]
+    assert [found["mean"] for found in loop.parts.history.evaluations(-1, 99)] == [0.3, 0.2, 0.9, 0.5, 0.4]
     assert [event["message"] for event in loop.parts.history.events(None, 9)] == ["no room"]
 
 
