@@ -22,6 +22,7 @@ from node.evaluate import held_out
 from node.history import History
 from node.interfaces import Batch, Engine, Interrupted, StepSkipped, Trainer, UpdateStats
 from node.journal import JournalRecord
+from node.memory import give_back
 from node.models import ModelBundle
 from node.progress import Progress
 from node.replay import replay
@@ -262,7 +263,9 @@ class Loop:
         self._restore(record.state)
         try:
             async with p.progress.during("update"):
+                await p.device.run(give_back)  # of the rollouts: the update is where a step needs the most memory
                 stats: UpdateStats = await p.device.run(p.trainer.update, record.batch, self.stop.is_set)
+                await p.device.run(give_back)
         except Interrupted:
             raise asyncio.CancelledError from None
         self.saved = max(self.saved or 0, p.trainer.step)
