@@ -11,7 +11,7 @@ const MAX_EVENTS = 100;
 const byId = (id) => document.getElementById(id);
 const say = (id, text) => { if (byId(id).textContent !== text) byId(id).textContent = text; };
 
-const seen = { steps: [], event: 0, tables: "", answered: 0, pauseAsked: null };
+const seen = { steps: [], scored: undefined, event: 0, tables: "", answered: 0, pauseAsked: null };
 let stream = null;
 let timer = null;
 
@@ -37,12 +37,14 @@ function showStatus(now) {
   say("reward-change", change(now.reward, now.reward_start));
   say("step", number(now.step));
   say("held-out", number(now.held_out, 2));
-  say("held-out-change", change(now.held_out, now.held_out_start) || "measured from time to time");
+  say("held-out-change", change(now.held_out, now.held_out_start, now.held_out_steps?.[0]) || "measured from time to time");
   say("mix", `${number(now.own_groups)} + ${number(now.foreign_groups)}`);
   mixBar(byId("mix-bar"), now.own_groups, now.foreign_groups);
   say("speed", number(now.tokens_per_second));
   say("memory", megabytes(now.rss_mb));
-  say("memory-peak", `${megabytes(now.peak_rss_mb)} at most`);
+  const { weights, optimizer } = now.memory ?? {};
+  const parts = optimizer ? `, ${megabytes(weights / 2 ** 20)} weights, ${megabytes(optimizer / 2 ** 20)} optimizer` : "";
+  say("memory-peak", `${megabytes(now.peak_rss_mb)} at most${parts}`);
   const groups = now.groups ?? {};
   say("exchange", `${number(groups.published ?? 0)} out, ${number(groups.admitted ?? 0)} in`);
   say("rejected", counts(groups.rejected) ? `refused: ${counts(groups.rejected)}` : "none refused");
@@ -63,15 +65,17 @@ function showPause(now) {
   byId("pause").disabled = coming || ["FAILED", "STOPPING"].includes(now.state);
 }
 
-async function extendSteps(step) {
+async function extendSteps(step, scored) {
   const last = seen.steps.at(-1)?.step ?? Math.max(0, step - MAX_STEPS);
-  if (step === last && seen.steps.length) return;
+  if (step === last && seen.steps.length && scored === seen.scored) return;
   // a node that went back to a checkpoint counts from there again
   if (step < last) seen.steps = [];
   const after = step < last ? Math.max(0, step - MAX_STEPS) : last;
   const fresh = await ask(`steps?after=${after}&limit=${MAX_STEPS}`);
   seen.steps = [...seen.steps, ...fresh].slice(-MAX_STEPS);
-  trendChart(byId("chart"), seen.steps);
+  seen.scored = scored;
+  const from = Math.max(0, (seen.steps[0]?.step ?? 0) - 1);
+  trendChart(byId("chart"), seen.steps, await ask(`evaluations?after=${from}`));
 }
 
 // -- tables --
@@ -100,7 +104,7 @@ function groupRow(group) {
   const open = element("button", { class: "link", type: "button", "data-group": line(group.id, 64) }, line(group.id, 8).slice(0, 8));
   open.addEventListener("click", () => guarded(() => showGroup(group.id)));
   const admitted = group.verdict === "admitted";
-  const mild = ["uninformative", "peer_quota", "stale", "replayed"].includes(group.verdict);
+  const mild = ["uninformative", "peer_quota", "stale", "replayed", "equivocation"].includes(group.verdict);
   const verdict = element("td", {}, element("span", { class: `verdict ${admitted ? "admitted" : mild ? "mild" : ""}` }, line(group.verdict, 40).replaceAll("_", " ")));
   if (group.detail) verdict.append(element("bdi", { class: "detail", title: line(group.detail, 400) }, line(group.detail, 200)));
   return element(
@@ -198,7 +202,7 @@ async function round() {
     byId("signin").hidden = true;
     byId("node").hidden = false;
     showStatus(now);
-    await Promise.all([extendSteps(now.step), showTables(), follow()]);
+    await Promise.all([extendSteps(now.step, now.held_out_steps?.[1]), showTables(), follow()]);
   });
   clearTimeout(timer);
   if (goOn && !document.hidden) timer = setTimeout(round, STATUS_MS);
