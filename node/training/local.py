@@ -8,7 +8,6 @@ weight. All denominators are those of a whole optimizer step.
 
 import copy
 import functools
-import itertools
 import logging
 import math
 import random
@@ -20,15 +19,13 @@ from typing import Any, NoReturn
 import msgspec
 import torch
 
-from node.attention import PackedAttention
-from node.batching import MicroBatch, micro_batches, pack
+from node.batching import MicroBatch, micro_batches
 from node.config import TrainConfig
 from node.interfaces import Batch, Interrupted, StepSkipped, TrainGroup, UpdateStats
-from node.logprobs import chosen_logprobs
 from node.models import ModelBundle, ModelError, load_model
-from node.routing import replayed
 from node.training import files
 from node.training.critic import Critic
+from node.training.forward import States, sequence_logprobs, states
 from node.training.objective import Forward, Member, StepObjective
 from node.training.weights import Weights
 
@@ -273,54 +270,22 @@ class LocalTrainer:
 
     def logprobs(self, groups: Sequence[TrainGroup]) -> list[list[tuple[float, ...]]]:
         """log-probability of every sequence token under the current policy; [group][sequence][token]."""
-        results: list[list[tuple[float, ...]]] = [[()] * len(group.sequences) for group in groups]
-        members = [(g, s) for g, group in enumerate(groups) for s in range(len(group.sequences))]
-        with torch.no_grad():
-            for micro in micro_batches(groups, members, self.budget, self.merge):
-                values = iter(self._states(self.model, micro)[0].tolist())
-                for (group, sequence), path in zip(micro.members, micro.paths, strict=True):
-                    results[group][sequence] = tuple(itertools.islice(values, len(path)))
-        return results
+        return sequence_logprobs(groups, self.budget, lambda micro: self._states(self.model, micro), merge=self.merge)
 
     def _forward(self, micro: MicroBatch, *, reference: bool) -> Forward:
         """One pass over a micro-batch, and one of the frozen reference where there is one and it is asked for."""
-        logprobs, entropy, states, index = self._states(self.model, micro)
-        values = None if self.critic is None else self.critic(states)[index]
+        own = self._states(self.model, micro)
+        values = None if self.critic is None else self.critic(own.states)[own.drawn]
         known = None
         if reference and self.reference is not None:
             with torch.no_grad():
-                known = self._states(self.reference, micro)[0]
-        return Forward(logprobs, entropy, values, known)
+                known = self._states(self.reference, micro).logprobs
+        return Forward(own.logprobs, own.entropy, values, known)
 
-    def _states(self, model: Any, micro: MicroBatch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """log-probability of every completion token of a micro-batch and entropy before it, [n], in member order.
-
-        Also the distinct states [M, D] that tokens are drawn from, and which one each token is drawn from, [n].
-        """
-        device = self.model.device
-        trie = micro.trie
-        packed = pack(trie, device, leaves=False)
-        # the reference is another policy: its routers choose for themselves
+    def _states(self, model: Any, micro: MicroBatch) -> States:
+        """A pass of the policy or the reference. The reference is another policy: its routers choose for themselves."""
         replay = model is self.model and self.config.routing_replay != "off"
-        with replayed(self.bundle.routing if replay else None, micro, packed):
-            hidden = model.base_model(
-                input_ids=packed.token_ids[None],
-                position_ids=packed.positions[None],
-                use_cache=False,
-                shoal=PackedAttention(packed.blocks),
-            ).last_hidden_state[0]
-        # completions that begin alike share their tokens: each distinct one is computed once
-        nodes: dict[int, int] = {}
-        index = torch.tensor(
-            [nodes.setdefault(node, len(nodes)) for path in micro.paths for node in path], device=device
-        )
-        # a token's probability is read off the token before it, and branches share that one
-        parents = torch.tensor([packed.place[trie.parents[node]] for node in nodes], device=device)
-        before, rows = torch.unique(parents, return_inverse=True)
-        tokens = torch.tensor([trie.tokens[node] for node in nodes], device=device)
-        states, drawn = hidden[before], rows[index]
-        logprobs, entropy = chosen_logprobs(states, model.get_output_embeddings().weight, rows, tokens)
-        return logprobs[index], entropy[drawn], states, drawn
+        return states(model, micro, self.bundle.routing if replay else None)
 
     # -- files -------------------------------------------------------------------------------------------------
 

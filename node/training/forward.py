@@ -1,0 +1,64 @@
+"""The forward pass of a micro-batch: each distinct token once, and log-probabilities of the completions' tokens."""
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from node.attention import PackedAttention
+from node.batching import MicroBatch, micro_batches, pack
+from node.interfaces import TrainGroup
+from node.logprobs import chosen_logprobs
+from node.routing import Routing, replayed
+
+
+class States(NamedTuple):
+    """What a pass gives, for n completion tokens in the order of the micro-batch's members."""
+
+    logprobs: torch.Tensor
+    """[n] float32, differentiable."""
+    entropy: torch.Tensor
+    """[n], of the distribution each token was drawn from, in nats."""
+    states: torch.Tensor
+    """[M, D], the distinct last states that tokens are drawn from."""
+    drawn: torch.Tensor
+    """[n], which of those states each token is drawn from."""
+
+
+def states(model: Any, micro: MicroBatch, routing: Routing | None = None) -> States:
+    """Run `model` over a micro-batch. With `routing`, the experts noted in the rollout are chosen again."""
+    device = model.device
+    trie = micro.trie
+    packed = pack(trie, device, leaves=False)
+    with replayed(routing, micro, packed):
+        hidden = model.base_model(
+            input_ids=packed.token_ids[None],
+            position_ids=packed.positions[None],
+            use_cache=False,
+            shoal=PackedAttention(packed.blocks),
+        ).last_hidden_state[0]
+    # completions that begin alike share their tokens: each distinct one is computed once
+    nodes: dict[int, int] = {}
+    index = torch.tensor([nodes.setdefault(node, len(nodes)) for path in micro.paths for node in path], device=device)
+    # a token's probability is read off the token before it, and branches share that one
+    parents = torch.tensor([packed.place[trie.parents[node]] for node in nodes], device=device)
+    before, rows = torch.unique(parents, return_inverse=True)
+    tokens = torch.tensor([trie.tokens[node] for node in nodes], device=device)
+    last, drawn = hidden[before], rows[index]
+    logprobs, entropy = chosen_logprobs(last, model.get_output_embeddings().weight, rows, tokens)
+    return States(logprobs[index], entropy[drawn], last, drawn)
+
+
+def sequence_logprobs(
+    groups: Sequence[TrainGroup], budget: int, forward: Callable[[MicroBatch], States], *, merge: bool = True
+) -> list[list[tuple[float, ...]]]:
+    """log-probability of every sequence token, [group][sequence][token], by `forward` in parts of `budget` tokens."""
+    results: list[list[tuple[float, ...]]] = [[()] * len(group.sequences) for group in groups]
+    members = [(g, s) for g, group in enumerate(groups) for s in range(len(group.sequences))]
+    with torch.no_grad():
+        for micro in micro_batches(groups, members, budget, merge):
+            values = iter(forward(micro).logprobs.tolist())
+            for (group, sequence), path in zip(micro.members, micro.paths, strict=True):
+                results[group][sequence] = tuple(itertools.islice(values, len(path)))
+    return results
