@@ -124,6 +124,12 @@ class TrainConfig(Section):
         "full", description="truncated: TOPR's weight min(ratio, 1) for foreign tokens of negative advantage"
     )
 
+    # a teacher
+    distill_teacher: str = Field(
+        "", description="model to learn from besides rewards: a directory, 'embedded' or a vLLM server's URL; empty: none"
+    )
+    distill_coefficient: float = Field(1.0, gt=0, description="weight of the reverse KL to the teacher")
+
     # the reference
     kl_coefficient: float = Field(
         0.0, ge=0, description="weight of KL to the frozen reference; 0: no reference is kept"

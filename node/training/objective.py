@@ -11,6 +11,7 @@ from node.algorithms.estimate import estimate
 from node.algorithms.losses import LOSSES, kl_to_reference, token_weights, value_loss
 from node.config import TrainConfig
 from node.interfaces import TrainGroup, UpdateStats
+from node.training import distill
 
 Member = tuple[int, int]
 """(group, sequence)."""
@@ -57,6 +58,8 @@ class StepObjective:
         self.mu = torch.tensor(mu, dtype=torch.float32, device=device)
         self.group = torch.tensor(group)
         self.foreign = torch.tensor(foreign, dtype=torch.bool, device=device)
+        self.teacher = distill.known(groups, device)
+        """log-probabilities under the teacher, nan where it was not asked; None where it was not asked at all."""
         empty = torch.zeros_like(self.mu)
         self.advantages, self.returns = empty, empty
         self.token_weights, self.value_weights = empty, empty
@@ -87,7 +90,10 @@ class StepObjective:
         self.advantages = found.advantages.to(self.device)
         if found.returns is not None:
             self.returns = found.returns.to(self.device)
-        informative = set(self.group[found.advantages != 0].tolist())
+        teaches = found.advantages != 0
+        if self.teacher is not None:
+            teaches |= ~self.teacher.isnan().cpu()
+        informative = set(self.group[teaches].tolist())
         return [member for member in self.members if member[0] in informative]
 
     def begin(self, members: Sequence[Member]) -> None:
@@ -108,6 +114,8 @@ class StepObjective:
             self.remember(members, Forward(logprobs.detach(), forward.entropy, None, forward.reference))
         old = self.old[at]
         losses, clipped = LOSSES[config.loss](logprobs, old, advantages, sequence, mask, config)
+        if self.teacher is not None:
+            losses = losses + config.distill_coefficient * distill.reverse_kl(logprobs, old, self.teacher[at])
 
         sampled = torch.where(mu.isnan(), old, mu)
         weight = CORRECTIONS[config.correction](old, sampled, sequence, mask, config)
@@ -169,6 +177,7 @@ class StepObjective:
             oom_retries=oom_retries,
             optimizer_steps=optimizer_steps,
             critic_loss=critic_loss,
+            kl_teacher=None if self.teacher is None else distill.mean_gap(self.old, self.teacher, mask),
         )
 
     def _places(self, members: Sequence[Member]) -> tuple[Tensor, Tensor]:
