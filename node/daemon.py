@@ -29,6 +29,7 @@ from node.rescore import Rescorer
 from node.rollouts import prompts
 from node.scorer import Scorer
 from node.settings import Settings
+from node.training.distill import load_teacher
 from node.training.local import LocalTrainer
 from node.view import DaemonView
 from node.watchdog import watch
@@ -265,6 +266,7 @@ class Daemon:
             history=self.history,
             progress=self.progress,
             clock=self.clock,
+            teacher=await load_teacher(config, bundle, self.device),
         )
 
     async def _check_prompts(self, parts: Parts) -> list[tuple[int, ...]]:

@@ -20,7 +20,17 @@ from node.config import Config
 from node.device import Device
 from node.evaluate import held_out
 from node.history import History
-from node.interfaces import Batch, Engine, Interrupted, StepSkipped, Trainer, UpdateStats
+from node.interfaces import (
+    Batch,
+    Engine,
+    Interrupted,
+    StepSkipped,
+    Teacher,
+    TeacherError,
+    Trainer,
+    TrainGroup,
+    UpdateStats,
+)
 from node.journal import JournalRecord
 from node.memory import give_back
 from node.models import ModelBundle
@@ -29,6 +39,7 @@ from node.replay import replay
 from node.rollouts import Rollout, from_group, sample, sampling_seed, to_group, train_group
 from node.scorer import Scorer, ScorerError
 from node.selection import Curriculum, ForeignShare, SameRewards
+from node.training.distill import taught
 from protocol.manifest import Manifest
 from protocol.rules import Rejected
 from swarm.exchange import Exchange
@@ -63,6 +74,7 @@ class Parts:
     history: History
     progress: Progress
     clock: Callable[[], float]
+    teacher: Teacher | None = None
 
 
 class Loop:
@@ -146,7 +158,7 @@ class Loop:
         self._share(sampled)
         own = self._own(sampled, count)
         foreign = await self._choose_foreign()
-        batch = Batch(step, tuple(train_group(r, p.config.train) for r in own + foreign))
+        batch = Batch(step, await self._taught([train_group(r, p.config.train) for r in own + foreign]))
         summary = self._summary(sampled, own, foreign, p.clock() - started)
         record = JournalRecord(step, batch, self._state(), summary, p.config.train.model_dump(mode="json"))
         await self._journal(record)
@@ -243,6 +255,17 @@ class Loop:
             except StoreError as error:  # a full disk: the sampler counts the uses too
                 log.error("uses of foreign groups are not counted: %s", error)
             return rollouts
+
+    async def _taught(self, groups: Sequence[TrainGroup]) -> tuple[TrainGroup, ...]:
+        """The groups with what the teacher thinks of own tokens, where there is a teacher."""
+        p = self.parts
+        if p.teacher is None:
+            return tuple(groups)
+        try:
+            async with p.progress.during("teacher"):
+                return await taught(groups, p.teacher)
+        except TeacherError as error:
+            raise StepSkipped(f"the teacher {p.teacher.name} failed: {error}") from error
 
     async def _journal(self, record: JournalRecord) -> None:
         """Have the update's input on disk. A full disk holds the step up until there is room: nothing is lost."""
