@@ -49,6 +49,8 @@ class Environment(Protocol):
 
     name: str
     version: str
+    evaluates: bool
+    """Whether scoring may evaluate an answer (parse a formula, run code). May be left out: then it may."""
 
     def task(self, seed: int, index: int) -> Task:
         """The same task for the same (seed, index) on every machine that has this version."""

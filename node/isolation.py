@@ -5,6 +5,7 @@ the interpreter and its packages, so neither keys nor other processes' memory). 
 """
 
 import ctypes
+import math
 import os
 import resource
 import signal
@@ -41,13 +42,16 @@ def die_with_parent() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
-def isolate(memory_mb: int, readable: Iterable[Path]) -> tuple[str, ...]:
+def isolate(memory_mb: int, readable: Iterable[Path], cpu_seconds: int | None = None) -> tuple[str, ...]:
     """Confine this process for good; returns the measures in force. Call from a process with one thread.
 
-    `readable`: directories and files that may still be read, besides the interpreter's own and the system's libraries.
+    `readable`: directories and files that may still be read, besides the interpreter's own and the system's libraries;
+    `cpu_seconds`: processor time it may take, None for any.
     """
     held = ["rlimits"]
     bound_memory(memory_mb)
+    if cpu_seconds is not None:
+        _limit(resource.RLIMIT_CPU, cpu_seconds)
     for limit, value in (
         (resource.RLIMIT_FSIZE, 0),
         (resource.RLIMIT_CORE, 0),
@@ -70,6 +74,16 @@ def isolate(memory_mb: int, readable: Iterable[Path]) -> tuple[str, ...]:
 def bound_memory(memory_mb: int) -> None:
     """Hold this process and its children to an address space of so much, for good."""
     _limit(resource.RLIMIT_AS, memory_mb * 1024 * 1024)
+
+
+def bound_cpu(seconds: int) -> tuple[int, int]:
+    """End this process once it has taken so much more processor time; returns what undoes it (`setrlimit`)."""
+    before = resource.getrlimit(resource.RLIMIT_CPU)
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    soft = math.ceil(used.ru_utime + used.ru_stime) + seconds
+    hard = before[1]
+    resource.setrlimit(resource.RLIMIT_CPU, (soft if hard == resource.RLIM_INFINITY else min(soft, hard), hard))
+    return before
 
 
 def _limit(limit: int, value: int) -> None:

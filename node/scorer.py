@@ -40,9 +40,10 @@ CHUNK_JOBS: Final = 64
 CHUNK_BYTES: Final = 512 * 1024
 MAX_WAITING: Final = 256
 """Calls waiting for their turn; the next foreign one is turned away."""
-START_SECONDS: Final = 60.0
-GRACE_SECONDS: Final = 1.0
-"""The process ends itself at the deadline; this much later it is killed from outside."""
+START_SECONDS: Final = 150.0
+"""On a busy machine; what loading the environments may take of the processor is bounded there."""
+GRACE_SECONDS: Final = 5.0
+"""The process kills what misses its deadline; this much later it is killed itself."""
 CONFINING: Final = frozenset(["seccomp", "landlock"])
 
 _PASSED_ON = ("PATH", "HOME", "LANG", "PYTHONPATH", "LD_LIBRARY_PATH", "TMPDIR", "SYSTEMROOT")
@@ -165,7 +166,6 @@ class Scorer:
                     case Died(why=why):
                         results.append(Done(len(results), failure=why))
                         self.restarts += 1
-                        await self._expect_ready(START_SECONDS)
                         break
                     case reply:
                         raise _Gone(f"unexpected {type(reply).__name__}")
@@ -197,8 +197,12 @@ class Scorer:
             await self._send(self._setup)
             await self._expect_ready(START_SECONDS)
         except _Gone as gone:
-            said = await self._last_words()
+            said, process = await self._last_words(), self._process
             await self._kill()
+            if process.returncode == -signal.SIGXCPU:
+                raise ScorerError(
+                    "the environments take too much processor time to start: their settings in the manifest are too big"
+                ) from gone
             raise ScorerError(f"the scorer process did not start: {gone}{said}") from gone
         except BaseException:
             await self._kill()
@@ -211,8 +215,6 @@ class Scorer:
             case Refused(why=why):
                 await self._kill()
                 raise ScorerError(why)
-            case Died(why=why):
-                raise _Gone(f"{why} before it was ready")
             case reply:
                 raise _Gone(f"unexpected {type(reply).__name__}")
 

@@ -1,7 +1,7 @@
 """What the daemon and the scorer process say to each other: msgpack structs, each behind a 4-byte big-endian length.
 
-Daemon: Setup once, then Chunk after Chunk. Scorer: Ready or Refused, one Done per job in order, and Died + Ready in
-the middle when a job killed the child that was working on it.
+Daemon: Setup once, then Chunk after Chunk. Scorer: Ready or Refused, then for every chunk one Done per job in order, or
+Died in place of the first that killed the child that was working on it. A child says the same to the scorer process.
 """
 
 import struct

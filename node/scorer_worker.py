@@ -1,16 +1,24 @@
 """The scorer process: `python -m node.scorer_worker`, started and fed by `node.scorer.Scorer` over its pipes.
 
-It loads the environments and never sees an answer itself: it forks a child that gives up its powers
-(`node.isolation`), and then scores. Answers are foreign text that a careless scorer may evaluate, so whatever
-happens in the child, the process here only sees that it ended, says so and forks the next one, which takes
-milliseconds where loading the environments takes seconds.
+It loads the environments and never looks at an answer itself: it forks children that give up their powers
+(`node.isolation`) and score. Answers are foreign text that a careless scorer may evaluate, so whatever happens in a
+child, the process here only sees that it ended, says so and forks the next one, which takes milliseconds where
+loading the environments takes seconds.
+
+A child has pipes to this process only, and lives on from chunk to chunk, except where an environment may evaluate
+answers: there every chunk of answers gets a child of its own, which is killed with it. So no answer can change how
+the answers of other chunks are scored, neither by what it leaves behind in the process nor by replies it prepares.
 """
 
 import gc
+import math
 import os
+import resource
+import select
 import signal
 import sys
-from collections.abc import Mapping
+import time
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
 
@@ -20,10 +28,17 @@ import node
 import protocol
 from node.environments.known import EnvironmentUnknown, SettingsRefused, build
 from node.interfaces import Environment
-from node.isolation import bound_memory, die_with_parent, isolate
-from node.scorer_wire import LENGTH, Chunk, Died, Done, Job, Ready, Refused, Setup, frame
+from node.isolation import bound_cpu, bound_memory, die_with_parent, isolate
+from node.scorer_wire import LENGTH, MAX_REPLY_BYTES, Chunk, Died, Done, Job, Ready, Refused, Setup, frame
 
 Environments = Mapping[tuple[str, str], Environment]
+
+BUILD_CPU_SECONDS = 45
+"""Processor time for loading the environments: their settings come from a manifest."""
+START_SECONDS = 30.0
+"""Until a forked child has confined itself, on a busy machine."""
+PATIENCE_SECONDS = 0.5
+"""A child ends itself at the deadline of a job; this much later it is killed."""
 
 
 def main() -> None:
@@ -36,6 +51,7 @@ def main() -> None:
         return
     setup = msgspec.msgpack.decode(raw, type=Setup)
     bound_memory(setup.memory_mb)  # settings come from a manifest, and may ask for more than there is
+    unbound = bound_cpu(BUILD_CPU_SECONDS)
     try:
         environments = {(e.name, e.version): build(e.name, e.version, e.settings) for e in setup.environments}
     except (EnvironmentUnknown, SettingsRefused) as error:
@@ -47,38 +63,150 @@ def main() -> None:
         )
         os.write(outgoing, frame(Refused(why)))
         return
+    resource.setrlimit(resource.RLIMIT_CPU, unbound)
     nowhere = os.open(os.devnull, os.O_RDWR)
     for descriptor in (0, 1, 2):
         os.dup2(nowhere, descriptor)
     gc.freeze()  # keeps the collector from touching, and so copying, the pages shared with children
-    while True:
-        child = os.fork()
-        if child == 0:
+    _pass_on(incoming, outgoing, setup, environments)
+
+
+def _pass_on(incoming: int, outgoing: int, setup: Setup, environments: Environments) -> None:
+    """Give chunks to children and their replies to the daemon, until it closes the pipe."""
+    decoder = msgspec.msgpack.Decoder(Chunk)
+    lasting: _Child | None = _Child(setup, environments)
+    os.write(outgoing, frame(Ready(lasting.isolation)))
+    while (raw := _receive(incoming)) is not None:
+        jobs = decoder.decode(raw).jobs
+        alone = any(job.answer is not None and _may_evaluate(environments, job) for job in jobs)
+        child: _Child | None = None
+        try:
+            if alone:
+                child = _Child(setup, environments, cpu_seconds=math.ceil(len(jobs) * setup.deadline) + 1)
+            else:
+                child = lasting = lasting or _Child(setup, environments)
+            for reply in child.replies_to(raw, len(jobs)):
+                os.write(outgoing, reply)
+        except _Ended as ended:
+            os.write(outgoing, frame(Died(str(ended))))
+            lasting = lasting if alone else None
+        finally:
+            if alone and child is not None:
+                child.kill()
+
+
+def _may_evaluate(environments: Environments, job: Job) -> bool:
+    environment = environments.get((job.ref.environment, job.ref.version))
+    return getattr(environment, "evaluates", True)  # who does not say may
+
+
+class _Ended(Exception):
+    """A child ended or was killed; says why."""
+
+
+class _Child:
+    """A confined process that scores. Raises _Ended when it cannot be had."""
+
+    def __init__(self, setup: Setup, environments: Environments, cpu_seconds: int | None = None) -> None:
+        theirs_in, self._requests = os.pipe()
+        self._replies, theirs_out = os.pipe()
+        self._deadline = setup.deadline
+        self._pid = os.fork()
+        if self._pid == 0:
             code = 1
             try:
-                _serve(incoming, outgoing, setup, environments)
+                _close_all_but(theirs_in, theirs_out)
+                _serve(theirs_in, theirs_out, setup, environments, cpu_seconds)
                 code = 0
             finally:
                 os._exit(code)  # whatever was raised, SystemExit included, must not run on in this function
-        _, status = os.waitpid(child, 0)
-        if os.WIFEXITED(status) and os.WEXITSTATUS(status) == 0:
-            return  # the daemon closed the pipe
-        os.write(outgoing, frame(Died(_how(status, setup.deadline))))
+        os.close(theirs_in)
+        os.close(theirs_out)
+        self.isolation = msgspec.msgpack.decode(self._receive(START_SECONDS), type=Ready).isolation
+
+    def replies_to(self, raw: bytes, jobs: int) -> Iterator[bytes]:
+        """Give it a chunk; yields the frames of its replies as they come, one a job. Raises _Ended."""
+        try:
+            _write_all(self._requests, LENGTH.pack(len(raw)) + raw)
+        except BrokenPipeError:
+            raise _Ended(self._how()) from None
+        for index in range(jobs):
+            reply = self._receive(self._deadline + PATIENCE_SECONDS)
+            try:
+                done = msgspec.msgpack.decode(reply, type=Done)
+            except msgspec.DecodeError:
+                done = None
+            if done is None or done.index != index:
+                self.kill()
+                raise _Ended("it talks nonsense")
+            yield LENGTH.pack(len(reply)) + reply
+
+    def kill(self) -> int:
+        """End it, whatever it is doing; returns how it ended, which this does not change if it had ended already."""
+        status = 0
+        if self._pid:
+            os.kill(self._pid, signal.SIGKILL)
+            _, status = os.waitpid(self._pid, 0)
+            os.close(self._requests)
+            os.close(self._replies)
+            self._pid = 0
+        return status
+
+    def _receive(self, seconds: float) -> bytes:
+        """One message. Raises _Ended, having killed it, when it does not come, or not whole, in time."""
+        until = time.monotonic() + seconds
+        (length,) = LENGTH.unpack(self._read(LENGTH.size, until, seconds))
+        if length > MAX_REPLY_BYTES:
+            self.kill()
+            raise _Ended(f"reply of {length} bytes")
+        return self._read(length, until, seconds)
+
+    def _read(self, count: int, until: float, seconds: float) -> bytes:
+        poll = select.poll()
+        poll.register(self._replies, select.POLLIN)
+        content = b""
+        while len(content) < count:
+            if not poll.poll(max(0.0, until - time.monotonic()) * 1000):
+                self.kill()
+                raise _Ended(f"no answer within {seconds:g} s")
+            part = os.read(self._replies, count - len(content))
+            if not part:
+                raise _Ended(self._how())
+            content += part
+        return content
+
+    def _how(self) -> str:
+        """Why it is gone, its pipe being closed."""
+        status = self.kill()
+        if not os.WIFSIGNALED(status):
+            return f"exited with code {os.WEXITSTATUS(status)}"
+        number = os.WTERMSIG(status)
+        if number == signal.SIGALRM:
+            return f"missed its deadline of {self._deadline:g} s"
+        return f"killed by {signal.Signals(number).name}"
 
 
-def _serve(incoming: int, outgoing: int, setup: Setup, environments: Environments) -> None:
+def _close_all_but(*kept: int) -> None:
+    """In a child: the daemon's pipes and those of other children are none of its business."""
+    last = 2
+    for descriptor in sorted(kept):
+        os.closerange(last + 1, descriptor)
+        last = descriptor
+    os.closerange(last + 1, 1024)
+
+
+def _serve(incoming: int, outgoing: int, setup: Setup, environments: Environments, cpu_seconds: int | None) -> None:
     """In the child: confine it, then work on chunks until the pipe ends."""
     die_with_parent()
     # the default action of SIGALRM ends the process even inside a long C call, where no Python handler would run
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     readable = [Path(entry) for entry in sys.path if entry] + [_directory(node), _directory(protocol)]
-    os.write(outgoing, frame(Ready(isolate(setup.memory_mb, readable))))
+    os.write(outgoing, frame(Ready(isolate(setup.memory_mb, readable, cpu_seconds))))
     decoder = msgspec.msgpack.Decoder(Chunk)
     while (raw := _receive(incoming)) is not None:
         for index, job in enumerate(decoder.decode(raw).jobs):
             signal.setitimer(signal.ITIMER_REAL, setup.deadline)
-            done = frame(_work(environments, index, job))
-            os.write(outgoing, done)
+            _write_all(outgoing, frame(_work(environments, index, job)))
         signal.setitimer(signal.ITIMER_REAL, 0)
 
 
@@ -96,7 +224,7 @@ def _work(environments: Environments, index: int, job: Job) -> Done:
 
 
 def _receive(descriptor: int) -> bytes | None:
-    """One message's bytes, None at the end of the pipe. Reads no byte more: the next child reads on from here."""
+    """One message's bytes, None at the end of the pipe."""
     head = _read_exactly(descriptor, LENGTH.size)
     return None if head is None else _read_exactly(descriptor, LENGTH.unpack(head)[0])
 
@@ -112,13 +240,9 @@ def _read_exactly(descriptor: int, count: int) -> bytes | None:
     return b"".join(parts)
 
 
-def _how(status: int, deadline: float) -> str:
-    if not os.WIFSIGNALED(status):
-        return f"exited with code {os.WEXITSTATUS(status)}"
-    number = os.WTERMSIG(status)
-    if number == signal.SIGALRM:
-        return f"missed its deadline of {deadline:g} s"
-    return f"killed by {signal.Signals(number).name}"
+def _write_all(descriptor: int, content: bytes) -> None:
+    while content:
+        content = content[os.write(descriptor, content) :]
 
 
 def _directory(package: ModuleType) -> Path:

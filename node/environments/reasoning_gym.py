@@ -56,6 +56,7 @@ class ReasoningGym:
 
     def __init__(self, name: str, version: str, settings: Mapping[str, int | float | str | bool]) -> None:
         self.name, self.version = name, version
+        self.evaluates = name in FORMULAS
         own = dict(settings)
         examples = own.pop("examples", 3)
         max_tokens = own.pop("max_tokens", 64)
