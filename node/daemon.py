@@ -11,8 +11,8 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
-from typing import NoReturn
+from collections.abc import Callable, Coroutine
+from typing import Any, NoReturn
 
 import psutil
 import torch
@@ -125,7 +125,8 @@ class Daemon:
         code = 0
         if services.done():
             code = self._outcome(services)
-        self.progress.say("STOPPING", "a stop was asked for")
+        else:
+            self.progress.say("STOPPING", "a stop was asked for")
         services.cancel()
         _, pending = await asyncio.wait({services}, timeout=STOP_SECONDS)
         if pending:
@@ -152,15 +153,30 @@ class Daemon:
             self.home.write_daemon(DaemonInfo(os.getpid(), web.url, self.started_at, self.transport.addresses()))
             self._keep_port()
             async with asyncio.TaskGroup() as services:
-                services.create_task(self._watch_transport(), name="transport")
-                services.create_task(self.discovery.run(), name="discovery")
-                services.create_task(watch(self.progress, self.home.logs / "stacks.log"), name="watchdog")
-                services.create_task(self._live(services, steps, stay), name="training")
+                for name, service in (
+                    ("transport", self._watch_transport()),
+                    ("discovery", self.discovery.run()),
+                    ("watchdog", watch(self.progress, self.home.logs / "stacks.log")),
+                    ("training", self._live(services, steps, stay)),
+                ):
+                    services.create_task(self._told(service), name=name)
         finally:
             await web.stop()
+            if self.loop is not None:
+                await self.loop.parts.engine.close()
             if self.scorer is not None:
                 await self.scorer.close()
             await self.transport.stop()
+
+    async def _told(self, service: Coroutine[Any, Any, None]) -> None:
+        """Run a service; what breaks it is said while the API still answers, not only once all have stopped."""
+        try:
+            await service
+        except Stopped:
+            raise
+        except Exception as error:
+            self._say_failed(error)
+            raise
 
     async def _watch_transport(self) -> None:
         raise await self.transport.failed()
@@ -186,7 +202,7 @@ class Daemon:
         if self.progress.paused is not None:
             self.loop.unpaused.clear()
         self.exchange = parts.exchange
-        services.create_task(parts.exchange.run(), name="exchange")
+        services.create_task(self._told(parts.exchange.run()), name="exchange")
         await self.loop.recover()
         async with self.progress.during("agreement check"):
             await check_agreement(engine, parts.trainer, await self._check_prompts(parts))
@@ -281,10 +297,13 @@ class Daemon:
             return 0
         while isinstance(error, BaseExceptionGroup):
             error = error.exceptions[0]
-        self.progress.say("FAILED", f"{type(error).__name__}: {error}", "read the log: shoal logs")
+        self._say_failed(error)
         log.error("the node failed", exc_info=error)
-        self.history.event("error", "failed", self.progress.reason)
+        self.history.event("error", "failed", self.progress.reason)  # `shoal status` reads it from then on
         return 1
+
+    def _say_failed(self, error: BaseException) -> None:
+        self.progress.say("FAILED", f"{type(error).__name__}: {error}", "read the log: shoal logs")
 
     def _goodbye(self) -> None:
         """Say what is saved, and close the files."""
@@ -293,6 +312,8 @@ class Daemon:
         else:
             saved, base = self.loop.saved, self.loop.parts.checkpoints.base
             said = f"step {saved} is saved (checkpoint of step {base} and {saved - base} journalled updates)"
+            if saved == 0:
+                said = "stopped before the first step was done: there is nothing to save yet"
         self.history.event("info", "stop", said)
         print(f"shoal: {said}", flush=True)  # noqa: T201 - the last words of the process
         self.device.close()

@@ -1,6 +1,7 @@
 """The daemon as the web layer sees it: one method per question, answers in plain JSON values."""
 
 import asyncio
+import logging
 import os
 import resource
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from node.rollouts import prompts
+from node.scorer import ScorerError
 from node.settings import public_values
 from protocol.rollout import RolloutGroup
 from swarm.experience import GroupRecord, UnknownGroup
@@ -17,6 +18,8 @@ from web.view import NotFound
 
 if TYPE_CHECKING:
     from node.daemon import Daemon
+
+log = logging.getLogger(__name__)
 
 Json = Any
 VERSION = version("shoal")
@@ -48,6 +51,7 @@ class DaemonView:
             "held_out": node.history.held_out_latest(),
             "held_out_start": node.history.held_out_start(),
             "held_out_best": node.history.best_held_out(),
+            "held_out_steps": node.history.held_out_steps(),
             "tokens_per_second": last.get("tokens_per_second", 0.0),
             "own_groups": last.get("own_groups", 0),
             "foreign_groups": last.get("foreign_groups", 0),
@@ -62,6 +66,7 @@ class DaemonView:
             "step_deadline": node.config.limits.stage_seconds,
             "rss_mb": self._process.memory_info().rss / 2**20,
             "peak_rss_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10,
+            "memory": dict(progress.memory),
             "uptime": now - node.started_at,
             "version": VERSION,
             "model": node.bundle.name if node.bundle else node.config.model.path,
@@ -70,6 +75,9 @@ class DaemonView:
 
     def steps(self, after: int, limit: int) -> Sequence[Mapping[str, Json]]:
         return self.node.history.steps(after, limit)
+
+    def evaluations(self, after: int, limit: int) -> Sequence[Mapping[str, Json]]:
+        return self.node.history.evaluations(after, limit)
 
     def groups(self, before: int | None, limit: int) -> Sequence[Mapping[str, Json]]:
         return [group_summary(record) for record in self.node.store.summaries(before, limit)]
@@ -82,9 +90,13 @@ class DaemonView:
         except UnknownGroup as error:
             raise NotFound(str(error)) from error
         messages: list[Json] = []
-        if node.loop is not None:
-            tasks, _ = await prompts(node.loop.parts.bundle, node.loop.parts.scorer, [group.task])
-            messages = [{"role": message.role, "content": message.content} for message in tasks[0].messages]
+        if node.scorer is not None:
+            try:  # as foreign work: whoever looks at groups must not hold training up
+                (task,) = await node.scorer.tasks([group.task], foreign=True)
+            except ScorerError as error:
+                log.warning("group %s is shown without its prompt: %s", record.digest.hex()[:12], error)
+            else:
+                messages = [{"role": message.role, "content": message.content} for message in task.messages]
         return {**group_summary(record), "prompt": messages, "completions": completions(group, record.local)}
 
     def peers(self) -> Sequence[Mapping[str, Json]]:
@@ -163,6 +175,7 @@ class DaemonView:
             "shoal_groups_published_total": status["groups"].get("published"),
             "shoal_groups_fetched_total": status["groups"].get("fetched"),
             "shoal_groups_admitted_total": status["groups"].get("admitted"),
+            "shoal_scorer_answers_total": scorer.answers if scorer else None,
             "shoal_scorer_failures_total": scorer.failures if scorer else None,
             "shoal_scorer_restarts_total": scorer.restarts if scorer else None,
             "shoal_scorer_turned_away_total": scorer.turned_away if scorer else None,
@@ -170,6 +183,7 @@ class DaemonView:
                 f'shoal_groups_rejected_total{{reason="{reason}"}}': count
                 for reason, count in status["groups"].get("rejected", {}).items()
             },
+            **{f'shoal_trainer_bytes{{kind="{kind}"}}': held for kind, held in status["memory"].items()},
             **{f'shoal_stage_seconds{{stage="{stage}"}}': seconds for stage, seconds in status["stages"].items()},
             **{
                 f"shoal_{name}": last.get(name)

@@ -42,6 +42,7 @@ class Handlers:
             web.post(f"{api}/logout", self.logout),
             web.get(f"{api}/status", self.status),
             web.get(f"{api}/steps", self.steps),
+            web.get(f"{api}/evaluations", self.evaluations),
             web.get(f"{api}/groups", self.groups),
             web.get(f"{api}/groups/{{id}}", self.group),
             web.get(f"{api}/peers", self.peers),
@@ -145,6 +146,11 @@ class Handlers:
     async def steps(self, request: web.Request) -> web.Response:
         asked = numbers(request, after=(0, 0, MAX_ROW), limit=(100, 1, 10_000))
         return answer(self.view.steps(asked["after"], asked["limit"]))
+
+    async def evaluations(self, request: web.Request) -> web.Response:
+        """Without `after`: from the initial model's on, which is step 0."""
+        asked = numbers(request, after=(-1, 0, MAX_ROW), limit=(1000, 1, 10_000))
+        return answer(self.view.evaluations(asked["after"], asked["limit"]))
 
     async def groups(self, request: web.Request) -> web.Response:
         asked = numbers(request, before=(None, 1, MAX_ROW), limit=(50, 1, 500))

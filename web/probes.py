@@ -26,6 +26,7 @@ HELP = {
     "shoal_peers": "Connected peers",
     "shoal_resident_bytes": "Resident memory of the daemon",
     "shoal_reward": "Mean reward of the last step",
+    "shoal_scorer_answers_total": "Answers scored, of this node and of its peers",
     "shoal_scorer_failures_total": "Answers whose scoring crashed or missed its deadline; they score 0",
     "shoal_scorer_restarts_total": "Times the process that scores was started anew",
     "shoal_scorer_turned_away_total": "Foreign groups not scored because too many waited for it",
@@ -33,6 +34,7 @@ HELP = {
     "shoal_step": "Updates done",
     "shoal_tokens_per_second": "Sampled tokens per second in the last step",
     "shoal_trained_foreign_total": "Foreign groups used in updates",
+    "shoal_trainer_bytes": "Memory of the trainer after the last update, by kind",
     "shoal_up": "1 unless the node has failed",
     "shoal_uptime_seconds": "Seconds since the daemon started",
 }
@@ -41,8 +43,8 @@ HELP = {
 def readiness(status: Mapping[str, Any]) -> list[str]:
     """Why the node does not work as it should; empty when it does.
 
-    A node that starts is given as long as a step may take; one that is paused or has done all its steps is well
-    however long ago it stepped.
+    A node that starts or resumes is given as long as a step may take; one that is paused or has done all its steps is
+    well however long ago it stepped.
     """
     state = status["state"]
     if state == "FAILED":
@@ -51,12 +53,10 @@ def readiness(status: Mapping[str, Any]) -> list[str]:
         return []
     age, deadline = status["last_step_age"], status["step_deadline"]
     if age is None:
-        age, what = status["uptime"], "no step since the start"
-    else:
-        what = "the last step is"
+        age = status["uptime"]
     if age <= deadline:
         return []
-    held = f"{what} {age:.0f} s ago, the deadline is {deadline:.0f} s"
+    held = f"no step for {age:.0f} s, the deadline is {deadline:.0f} s"
     doing = f"stage {status['stage']} for {status['stage_seconds']:.0f} s"
     return [f"{held}; {state.lower()}, {doing}" + (f": {status['reason']}" if status["reason"] else "")]
 

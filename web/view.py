@@ -19,13 +19,19 @@ class NodeView(Protocol):
     def status(self) -> Mapping[str, Json]:
         """`state` (STARTING, RESUMING, TRAINING, WAITING, PAUSED, IDLE, STOPPING, FAILED), `reason`, `next` (action for
         a person, or ''), `step`, `reward` (mean of the last step or None), `reward_start`, `held_out`, `held_out_start`
-        (or None), `tokens_per_second`, `own_groups` and `foreign_groups` of the last step, `peers` (count), `peer_id`,
-        `name`, `swarm` (name), `stage` and `stage_seconds`, `last_step_age` (seconds or None), `step_deadline` (seconds
-        after which a missing step is a fault), `rss_mb`, `peak_rss_mb`, `uptime`, `version`, `model`, `groups`
+        and `held_out_best` (or None), `held_out_steps` ([first, latest] or None), `tokens_per_second`, `own_groups` and
+        `foreign_groups` of the last step, `peers` (count), `peer_id`, `name`, `swarm` (name), `stage` and
+        `stage_seconds`, `last_step_age` (seconds since the last step or, if that is later, the end of a pause; or
+        None), `step_deadline` (seconds after which a missing step is a fault), `rss_mb`, `peak_rss_mb`, `memory`
+        ({weights, gradients, optimizer} in bytes, as of the last update), `uptime`, `version`, `model`, `groups`
         ({published, fetched, admitted, rejected: {reason: n}, trained_foreign})."""
 
     def steps(self, after: int, limit: int) -> Sequence[Mapping[str, Json]]:
         """Step records with step > `after`, oldest first."""
+
+    def evaluations(self, after: int, limit: int) -> Sequence[Mapping[str, Json]]:
+        """Held-out scores of steps > `after` (-1: the initial model's too), oldest first: `step`, `at`, `mean`,
+        `scores` by environment."""
 
     def groups(self, before: int | None, limit: int) -> Sequence[Mapping[str, Json]]:
         """Summaries, newest first, with row id < `before` (paging); each has `row`, `id` (hex digest), `origin`

@@ -22,9 +22,13 @@ WATCH_SECONDS = 2.0
 def status(session: Session, watch: bool) -> None:
     """Say what the node does, why, and what to do about it."""
     from node.cli.output import emit, facts, status_line
+    from node.client import DaemonUnreachable
 
-    client = session.client()
-    now = client.get("status")
+    try:
+        client = session.client()
+        now = client.get("status")
+    except DaemonUnreachable as unreachable:
+        raise DaemonUnreachable(with_last_words(session.node(), str(unreachable))) from unreachable
     if not watch:
         if session.as_json:
             emit(now)
@@ -47,9 +51,36 @@ def status(session: Session, watch: bool) -> None:
         now = client.get("status")
 
 
+def with_last_words(home: "Home", what: str) -> str:
+    """What there is to say of an unreachable daemon, and why the last one is gone where its home knows that."""
+    from node.cli.output import clock
+    from node.history import History
+    from swarm.database import StoreError
+
+    if home.daemon() is not None or not home.database.exists():
+        return what
+    try:
+        history = History(home.database, time.time)
+    except StoreError:
+        return what
+    # a daemon that failed says so, and then what is saved
+    failed = [event for event in history.events(None, 2) if event["kind"] == "failed"]
+    history.close()
+    if failed:
+        words = f"the last one failed at {clock(failed[0]['at'])}: {failed[0]['message'].replace(' ; ', '; ')}"
+    elif home.daemon_path.exists():
+        words = "the last one was killed"
+    else:
+        return what
+    problem, _, fix = what.partition(" ; ")
+    return f"{problem}, {words} ; {fix}"
+
+
 def overview(now: Mapping[str, Any]) -> dict[str, Any]:
     """The rest of a status for people."""
     groups = now["groups"]
+    first, latest = now["held_out_steps"] or (0, 0)
+    parts = ", ".join(f"{kind} {held / 2**20:.0f}" for kind, held in now["memory"].items() if held)
     stage = f"{now['stage']} for {now['stage_seconds']:.0f} s" if now.get("stage") else None
     rejected = ", ".join(f"{count} {reason}" for reason, count in sorted(groups.get("rejected", {}).items()))
     return {
@@ -59,14 +90,16 @@ def overview(now: Mapping[str, Any]) -> dict[str, Any]:
         "step": now["step"],
         "stage": stage,
         "reward": f"{number(now['reward'])} (first step {number(now['reward_start'])})",
-        "held-out": f"{number(now['held_out'])} (at the start {number(now['held_out_start'])})",
+        "held-out": f"{number(now['held_out'])} at step {latest} ({number(now['held_out_start'])} at step {first})"
+        if now["held_out"] is not None
+        else None,
         "tokens/s": now["tokens_per_second"],
         "last step": f"{now['own_groups']} own + {now['foreign_groups']} foreign groups",
         "peers": now["peers"],
         "groups": f"{groups.get('published', 0)} published, {groups.get('fetched', 0)} fetched, "
         f"{groups.get('admitted', 0)} admitted, {groups.get('trained_foreign', 0)} trained on",
         "rejected": rejected or "none",
-        "memory": f"{now['rss_mb']:.0f} MB (peak {now['peak_rss_mb']:.0f} MB)",
+        "memory": f"{now['rss_mb']:.0f} MB (peak {now['peak_rss_mb']:.0f} MB{'; ' if parts else ''}{parts})",
     }
 
 

@@ -50,6 +50,7 @@ class FixtureView:
             "held_out": 0.39,
             "held_out_start": 0.17,
             "held_out_best": 0.39,
+            "held_out_steps": [0, 40],
             "tokens_per_second": 312.4,
             "own_groups": 4,
             "foreign_groups": 4,
@@ -64,6 +65,7 @@ class FixtureView:
             "step_deadline": 600.0,
             "rss_mb": 2310.0,
             "peak_rss_mb": 2740.0,
+            "memory": {"weights": 540_000_000, "gradients": 0, "optimizer": 1_080_000_000},
             "uptime": 640.0,
             "version": "0.1.0",
             "model": "SmolLM2-135M-Instruct",
@@ -142,6 +144,11 @@ class FixtureView:
 
     def steps(self, after: int, limit: int) -> Sequence[Mapping[str, Any]]:
         return [row for row in self.step_rows if row["step"] > after][:limit]
+
+    def evaluations(self, after: int, limit: int) -> Sequence[Mapping[str, Any]]:
+        scores = [(0, 0.17), (10, 0.24), (20, 0.31), (30, 0.36), (40, 0.39)]
+        rows = [{"step": step, "at": self.now, "mean": mean, "scores": {"chain_sum": mean}} for step, mean in scores]
+        return [row for row in rows if row["step"] > after][:limit]
 
     def groups(self, before: int | None, limit: int) -> Sequence[Mapping[str, Any]]:
         return [row for row in self.group_rows if before is None or row["row"] < before][:limit]

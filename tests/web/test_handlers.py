@@ -24,6 +24,13 @@ async def test_steps_in_pages(client):
     assert [row["step"] for row in first + rest] == list(range(1, 43))
 
 
+async def test_evaluations_begin_with_the_initial_models(client):
+    found = await get(client, "/api/v1/evaluations?limit=2")
+    assert [(row["step"], row["mean"]) for row in found] == [(0, 0.17), (10, 0.24)]
+    assert [row["step"] for row in await get(client, "/api/v1/evaluations?after=10")] == [20, 30, 40]
+    assert await get(client, "/api/v1/evaluations?after=40") == []
+
+
 async def test_groups_in_pages(client):
     first = await get(client, "/api/v1/groups?limit=30")
     rest = await get(client, f"/api/v1/groups?before={first[-1]['row']}")

@@ -22,13 +22,13 @@ TOKEN = "a-token-for-tests-0123456789"
         (
             {"last_step_age": 601.0},
             503,
-            "the last step is 601 s ago, the deadline is 600 s; training, stage rollouts for 3 s",
+            "no step for 601 s, the deadline is 600 s; training, stage rollouts for 3 s",
         ),
         ({"state": "PAUSED", "last_step_age": 9e9}, 200, None),
         ({"state": "STOPPING", "last_step_age": 9e9}, 200, None),
-        ({"state": "WAITING", "last_step_age": 700.0}, 503, "the last step is 700 s ago"),
+        ({"state": "WAITING", "last_step_age": 700.0}, 503, "no step for 700 s"),
         ({"state": "STARTING", "last_step_age": None, "uptime": 599.0}, 200, None),
-        ({"state": "STARTING", "last_step_age": None, "uptime": 700.0}, 503, "no step since the start 700 s ago"),
+        ({"state": "STARTING", "last_step_age": None, "uptime": 700.0}, 503, "no step for 700 s"),
         ({"state": "FAILED", "reason": "no space left", "last_step_age": 1.0}, 503, "failed: no space left"),
     ],
 )

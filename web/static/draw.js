@@ -39,8 +39,9 @@ export function mixBar(holder, own, foreign) {
   );
 }
 
-// A line of values per step: each one faint, the mean around it strong (weights fall by e every 3 steps).
-export function trendChart(holder, steps) {
+// A line of values per step: each one faint, the mean around it strong (weights fall by e every 3 steps). Held-out scores
+// are a line of their own.
+export function trendChart(holder, steps, scores) {
   const points = steps.filter((step) => typeof step.reward === "number");
   holder.classList.toggle("is-empty", points.length < 2);
   if (points.length < 2) {
@@ -48,10 +49,11 @@ export function trendChart(holder, steps) {
     return;
   }
   const values = points.map((step) => step.reward);
-  const low = Math.min(0, ...values);
-  const top = niceTop(Math.max(...values, low + 0.1));
   const first = points[0].step;
   const last = points.at(-1).step;
+  const held = scores.filter((score) => score.step >= first && score.step <= last);
+  const low = Math.min(0, ...values);
+  const top = niceTop(Math.max(...values, ...held.map((score) => score.mean), low + 0.1));
   const x = (step) => (1000 * (step - first)) / Math.max(1, last - first);
   // the middle 80 % of the height is the range; what is under it is room for the steps
   const y = (value) => 170 - (160 * (value - low)) / (top - low);
@@ -65,6 +67,7 @@ export function trendChart(holder, steps) {
     ...[top, (top + low) / 2, low].map((value) => shape("line", { x1: 0, x2: 1000, y1: y(value), y2: y(value) })),
     shape("path", { class: "each", d: path(values) }),
     shape("path", { class: "trend", d: path(trend) }),
+    ...(held.length ? [shape("path", { class: "held-out", d: "M" + held.map((s) => `${x(s.step).toFixed(1)} ${y(s.mean).toFixed(1)}`).join("L") })] : []),
   );
   const label = (name, text) => element("span", { class: name }, text);
   holder.replaceChildren(

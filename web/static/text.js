@@ -19,11 +19,12 @@ export function number(value, digits = 0) {
   return value.toLocaleString("en", { minimumFractionDigits: digits, maximumFractionDigits: digits });
 }
 
-export function change(now, start) {
+export function change(now, start, step = 0) {
   if (typeof now !== "number" || typeof start !== "number") return "";
   const difference = now - start;
   const sign = difference < 0 ? "−" : "+";
-  return `${sign}${number(Math.abs(difference), 2)} since the start (${number(start, 2)})`;
+  const since = step ? `step ${number(step)}` : "the start";
+  return `${sign}${number(Math.abs(difference), 2)} since ${since} (${number(start, 2)})`;
 }
 
 export function megabytes(value) {

@@ -18,10 +18,12 @@ from web.view import NotFound
 
 STATUS: dict[str, Any] = {
     "state": "WAITING", "reason": "no peer reachable (3 tried), training alone", "next": "run shoal peers",
-    "step": 12, "reward": 0.25, "reward_start": 0.125, "held_out": 0.5, "held_out_start": None,
+    "step": 12, "reward": 0.25, "reward_start": 0.125, "held_out": 0.5,
+    "held_out_start": 0.25, "held_out_steps": [0, 10],
     "tokens_per_second": 101.5, "own_groups": 4, "foreign_groups": 3, "peers": 1, "peer_id": "12D3KooWabcdefgh",
     "name": "anna", "swarm": "mine", "stage": "update", "stage_seconds": 2.5, "last_step_age": 3.0,
-    "step_deadline": 600.0, "rss_mb": 900.0, "peak_rss_mb": 1200.0, "uptime": 60.0, "version": "0.1.0",
+    "step_deadline": 600.0, "rss_mb": 900.0, "peak_rss_mb": 1200.0,
+    "memory": {"weights": 3 << 20, "gradients": 0, "optimizer": 6 << 20}, "uptime": 60.0, "version": "0.1.0",
     "model": "SmolLM2-135M-Instruct",
     "groups": {"published": 9, "fetched": 8, "admitted": 7, "rejected": {"stale": 1}, "trained_foreign": 6},
 }  # fmt: skip

@@ -8,9 +8,10 @@ from urllib.parse import urlsplit
 import pytest
 from click.testing import Result
 
+from node.cli.output import clock
 from node.client import DaemonUnreachable, RequestRefused, connect
 from node.history import History
-from node.home import Home
+from node.home import DaemonInfo, Home
 
 Run = Callable[..., Result]
 
@@ -24,7 +25,8 @@ def test_status_is_a_state_a_reason_and_an_action(run: Run, home: Home, daemon: 
     facts = {name: value.strip() for name, value in facts.items()}
     assert facts["step"] == "12"
     assert facts["reward"] == "0.250 (first step 0.125)"
-    assert facts["held-out"] == "0.500 (at the start -)"
+    assert facts["held-out"] == "0.500 at step 10 (0.250 at step 0)"
+    assert facts["memory"] == "900 MB (peak 1200 MB; weights 3, optimizer 6)"
     assert facts["rejected"] == "1 stale"
 
 
@@ -32,6 +34,32 @@ def test_status_json_is_what_the_daemon_says(run: Run, home: Home, daemon: Any) 
     status = json.loads(run("--home", home.path, "status", "--json").stdout)
     assert {"state", "reason", "next", "step", "peers", "reward", "peer_id"} <= status.keys()
     assert (status["step"], status["reward"]) == (12, 0.25)
+
+
+def test_status_of_a_node_that_is_down_says_how_it_ended(run: Run, home: Home) -> None:
+    def told() -> str:
+        result = run("--home", home.path, "status")
+        assert result.exit_code == 3
+        return result.stderr.strip().replace(str(home.path), "HOME")
+
+    assert told() == "shoal: no daemon runs on HOME ; start it with `shoal up`"
+    home.write_daemon(DaemonInfo(2**22 + 1, "http://127.0.0.1:9", 1.0))  # no process has such a number
+    history = History(home.database, lambda: 86_400.0)
+    history.event("info", "resume", "continues after step 3")
+    assert told() == "shoal: no daemon runs on HOME, the last one was killed ; start it with `shoal up`"
+    home.remove_daemon()
+    assert told() == "shoal: no daemon runs on HOME ; start it with `shoal up`"
+    history.event("error", "failed", "CheckpointError: step 4 cannot be repeated ; free some memory")
+    history.event("info", "stop", "step 3 is saved")
+    at = clock(86_400.0)
+    assert told() == (
+        f"shoal: no daemon runs on HOME, the last one failed at {at}: CheckpointError: step 4 cannot be repeated; "
+        "free some memory ; start it with `shoal up`"
+    )
+    history.event("info", "resume", "continues after step 3")
+    history.event("info", "stop", "step 3 is saved")
+    history.close()
+    assert told() == "shoal: no daemon runs on HOME ; start it with `shoal up`"
 
 
 def test_peers_and_steps(run: Run, home: Home, daemon: Any) -> None:
@@ -103,7 +131,7 @@ def test_health(run: Run, home: Home, daemon: Any) -> None:
     assert result.exit_code == 1
     answer = json.loads(result.stdout)
     assert answer["ready"] is False
-    assert answer["reasons"][0].startswith("the last step is 900 s ago, the deadline is 600 s")
+    assert answer["reasons"][0].startswith("no step for 900 s, the deadline is 600 s")
 
 
 def test_client_errors_are_typed(home: Home, daemon: Any) -> None:
