@@ -5,16 +5,12 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
-
 from node.bench.floor import matrix_weights, work_of
+from node.bench.ours import ours
 from node.bench.side import Say, Stopwatch, peak_rss, serve
-from node.bench.workload import GROUP_SIZE, NEW_TOKENS, PROMPTS, bench_config, bench_manifest, bench_scorer, own_refs
-from node.device import Device
+from node.bench.workload import GROUP_SIZE, NEW_TOKENS, PROMPTS, own_refs
 from node.engines.transformers import TransformersEngine
-from node.home import models_dir
 from node.interfaces import PromptRequest, SampledGroup, TrainGroup, TrainSequence
-from node.models import ModelBundle, load_model
 from node.rollouts import prompts, sampling_seed
 
 
@@ -24,30 +20,15 @@ def work(spec: Mapping[str, Any], say: Say) -> None:
 
 async def measure(spec: Mapping[str, Any]) -> dict[str, Any]:
     """A warm-up, `repeats` laps of the step's workload, one of the `ragged` budgets."""
-    config, manifest, device = bench_config(spec["model"]), bench_manifest(), Device()
-
-    def load() -> ModelBundle:
-        torch.set_num_threads(spec["threads"])
-        return load_model(config.model.path, device="cpu", dtype=config.model.dtype, models=models_dir())
-
-    bundle = await device.run(load)
-    scorer = bench_scorer(manifest, config)
-    await scorer.start()
-    _, prompt_ids = await prompts(bundle, scorer, own_refs(manifest, PROMPTS))
-    await scorer.close()
-    engine = TransformersEngine(bundle, device)
-    endless = TransformersEngine(dataclasses.replace(bundle, stop_ids=frozenset()), device)
-    budgets = [NEW_TOKENS] * PROMPTS
-    await _lap(engine, prompt_ids[:1], budgets[:1], seed=0)
-    uniform = [await _lap(engine, prompt_ids, budgets, seed=i) for i in range(spec["repeats"])]
-    ragged = [await _lap(endless, prompt_ids, spec["ragged"], seed=0)] if spec["ragged"] else []
-    device.close()
-    return {
-        "dtype": str(bundle.model.dtype).removeprefix("torch."),
-        "peak_rss": peak_rss(),
-        "uniform": uniform,
-        "ragged": ragged,
-    }
+    async with ours(spec) as parts:
+        _, prompt_ids = await prompts(parts.bundle, parts.scorer, own_refs(parts.manifest, PROMPTS))
+        engine = TransformersEngine(parts.bundle, parts.device)
+        endless = TransformersEngine(dataclasses.replace(parts.bundle, stop_ids=frozenset()), parts.device)
+        budgets = [NEW_TOKENS] * PROMPTS
+        await _lap(engine, prompt_ids[:1], budgets[:1], seed=0)
+        uniform = [await _lap(engine, prompt_ids, budgets, seed=i) for i in range(spec["repeats"])]
+        ragged = [await _lap(endless, prompt_ids, spec["ragged"], seed=0)] if spec["ragged"] else []
+        return {"dtype": parts.dtype, "peak_rss": peak_rss(), "uniform": uniform, "ragged": ragged}
 
 
 async def _lap(

@@ -4,24 +4,21 @@ The parts are those that node/daemon.py makes, except that the transport is the 
 """
 
 import asyncio
+import functools
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from node.bench.floor import matrix_weights, work_of
+from node.bench.ours import Ours, ours
 from node.bench.side import Say, Stopwatch, peak_rss, serve
-from node.bench.workload import bench_clock, bench_config, bench_identity, bench_manifest, bench_scorer
+from node.bench.workload import bench_clock, bench_identity
 from node.checkpoint import CheckpointStore
-from node.device import Device
 from node.engines.transformers import TransformersEngine
 from node.history import History
-from node.home import models_dir
 from node.interfaces import Score, StepSkipped
 from node.loop import Loop, Parts
-from node.models import load_model
 from node.progress import Progress
 from node.rescore import Rescorer
 from node.scorer import Scorer
@@ -52,33 +49,35 @@ def work(spec: Mapping[str, Any], say: Say) -> None:
 
 async def measure(spec: Mapping[str, Any], directory: Path) -> dict[str, Any]:
     """One warm-up step, `steps` steps with real rewards, `steps` with alternating ones."""
-    config, manifest, identity, clock = bench_config(spec["model"]), bench_manifest(), bench_identity(), bench_clock()
-    device = Device()
+    async with ours(spec, AlternatingScorer) as parts:
+        return await _measured(parts, spec["steps"], directory)
 
-    def load() -> tuple[Any, LocalTrainer]:
-        torch.set_num_threads(spec["threads"])
-        model = config.model
-        bundle = load_model(model.path, device="cpu", dtype=model.dtype, models=models_dir())
-        return bundle, LocalTrainer(bundle, config.train, dumps=directory / "dumps")
 
-    bundle, trainer = await device.run(load)
-    scorer = bench_scorer(manifest, config, AlternatingScorer)
+async def _measured(ours: Ours, steps: int, directory: Path) -> dict[str, Any]:
+    config, scorer, identity, clock = ours.config, ours.scorer, bench_identity(), bench_clock()
     assert isinstance(scorer, AlternatingScorer)
-    await scorer.start()
+    trainer = await ours.device.run(
+        functools.partial(LocalTrainer, ours.bundle, config.train, dumps=directory / "dumps")
+    )
     store = ExperienceStore(directory / "node.db", config.limits.store_mb << 20, clock)
     history = History(directory / "node.db", clock)
     exchange = Exchange(
-        MemoryHub(seed=0).transport(identity), store, identity, manifest, Rescorer(bundle, scorer), clock
+        MemoryHub(seed=0).transport(identity),
+        store,
+        identity,
+        ours.manifest,
+        Rescorer(ours.bundle, scorer),
+        clock,
     )
     (directory / "checkpoints").mkdir()
     checkpoints = CheckpointStore(directory / "checkpoints", config.checkpoint.keep)
     parts = Parts(
         config=config,
-        manifest=manifest,
+        manifest=ours.manifest,
         peer_id=identity.peer_id,
-        bundle=bundle,
-        device=device,
-        engine=TransformersEngine(bundle, device),
+        bundle=ours.bundle,
+        device=ours.device,
+        engine=TransformersEngine(ours.bundle, ours.device),
         trainer=trainer,
         scorer=scorer,
         exchange=exchange,
@@ -94,15 +93,13 @@ async def measure(spec: Mapping[str, Any], directory: Path) -> dict[str, Any]:
     scorer.alternating = True  # for the update to be warm too, whatever the first rewards are
     await loop.step()
     scorer.alternating = False
-    real = [await _timed(loop, watch) for _ in range(spec["steps"])]
+    real = [await _timed(loop, watch) for _ in range(steps)]
     scorer.alternating = True
-    synthetic = [await _timed(loop, watch) for _ in range(spec["steps"])]
-    await scorer.close()
+    synthetic = [await _timed(loop, watch) for _ in range(steps)]
     store.close()
     history.close()
-    device.close()
     return {
-        "dtype": str(bundle.model.dtype).removeprefix("torch."),
+        "dtype": ours.dtype,
         "peak_rss": peak_rss(),
         "steps": real,
         "all_informative": synthetic,

@@ -53,7 +53,7 @@ def bench_config(model: str) -> Config:
             "rollout": {"group_size": GROUP_SIZE, "max_new_tokens": NEW_TOKENS},
             "swarm": {"own_groups": PROMPTS, "foreign_groups": 0},
             "eval": {"every": 0},
-            "checkpoint": {"every": 1_000_000},
+            "checkpoint": {"every": 1_000_000, "seconds": 1e9},
         }
     )
 
