@@ -74,8 +74,9 @@ def main() -> None:
 def _pass_on(incoming: int, outgoing: int, setup: Setup, environments: Environments) -> None:
     """Give chunks to children and their replies to the daemon, until it closes the pipe."""
     decoder = msgspec.msgpack.Decoder(Chunk)
-    lasting: _Child | None = _Child(setup, environments)
-    os.write(outgoing, frame(Ready(lasting.isolation)))
+    first = _Child(setup, environments)
+    os.write(outgoing, frame(Ready(first.isolation)))
+    lasting: _Child | None = first
     while (raw := _receive(incoming)) is not None:
         jobs = decoder.decode(raw).jobs
         alone = any(job.answer is not None and _may_evaluate(environments, job) for job in jobs)
