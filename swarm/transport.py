@@ -1,6 +1,6 @@
 """The seam between experience exchange and a network.
 
-Two implementations pass one contract test (tests/swarm/test_transport_contract.py): `swarm.memory` (a hub in
+Two implementations pass one contract test (tests/swarm/test_*_contract.py): `swarm.memory` (a hub in
 this process with seeded latency, loss and partitions) and `swarm.libp2p_transport` (a host in trio, behind
 `swarm.bridge`).
 """
