@@ -21,8 +21,8 @@ check: $(STAMP)
 	$(BIN)/vulture
 	$(BIN)/python -m pytest -q tests/test_import_rule.py
 
-test-interop: $(STAMP)
-	$(BIN)/python -m pytest -m interop
+test-interop: $(STAMP) $(VENV)/.trl-installed
+	$(BIN)/python -m pytest -m "interop or trl"
 
 # Any Docker works. Without one, `make test-docker ENGINE=path/to/container-engine` starts and stops a private one.
 ENGINE ?= $(wildcard ../shared/tools/container-engine)
@@ -33,11 +33,11 @@ format: $(STAMP)
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-bench: $(VENV)/.bench-installed
+bench: $(VENV)/.trl-installed
 	@for name in step rollout exchange; do $(BIN)/shoal bench $$name || exit 1; done
 
-$(VENV)/.bench-installed: $(STAMP)
-	$(BIN)/python -m pip install -q -c constraints.txt -e ".[bench]"
+$(VENV)/.trl-installed: $(STAMP)
+	$(BIN)/python -m pip install -q -c constraints.txt -e ".[trl]"
 	touch $@
 
 $(STAMP): pyproject.toml constraints.txt .ci/install

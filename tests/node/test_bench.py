@@ -99,7 +99,7 @@ async def test_both_rollouts_make_the_same_ragged_tokens(tiny_model: Callable[..
 
 @pytest.mark.slow
 async def test_trl_does_the_same_number_of_completions(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
-    pytest.importorskip("trl", reason="shoal[bench] is not installed")
+    pytest.importorskip("trl", reason="shoal[trl] is not installed")
     from node.bench import step_trl
 
     spec = {"threads": 1, "model": str(tiny_model("llama")), "steps": 1, "prompts": PROMPTS, "dtype": "float32"}
