@@ -20,6 +20,7 @@ from node.cli.models import model
 from node.cli.session import Group, Session, global_options, with_session
 from node.cli.status import groups, peers, status, steps
 from node.cli.swarm import join, leave, swarm
+from node.cli.train import train
 from node.cli.up import init, up
 
 
@@ -55,7 +56,7 @@ def version(session: Session) -> None:
 
 for command in (
     init, up, local, status, peers, groups, steps, pause, resume, down, open_page, logs,
-    swarm, join, leave, env, checkpoint, model, config, show_id, show_paths, health, bench,
+    swarm, join, leave, env, checkpoint, train, model, config, show_id, show_paths, health, bench,
 ):  # fmt: skip
     shoal.add_command(command)
 shoal.commands["version"] = shoal.commands.pop("version")  # last in the list

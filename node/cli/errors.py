@@ -13,6 +13,7 @@ FAILURE, USAGE, UNREACHABLE, NOT_INITIALISED, INTERRUPTED = 1, 2, 3, 4, 130
 # by name: importing the classes would cost every call the modules they live in
 EXIT_CODES = {
     "node.settings.ConfigError": USAGE,
+    "node.offline.run.BadOrder": USAGE,
     "node.manifest_file.ManifestFileError": USAGE,
     "protocol.invite.InviteError": USAGE,
     "node.client.DaemonUnreachable": UNREACHABLE,
