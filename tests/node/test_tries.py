@@ -15,6 +15,7 @@ from node.batching import micro_batches
 from node.config import TrainConfig
 from node.interfaces import TrainGroup, TrainSequence
 from node.models import load_model
+from node.training.forward import states
 from node.training.local import LocalTrainer
 
 Turn = tuple[tuple[int, ...], bool]
@@ -51,7 +52,7 @@ def tries(draw: Any) -> list[TrainGroup]:
     return groups
 
 
-@pytest.fixture(params=["llama", "qwen3", "qwen2_moe", "mixtral"])
+@pytest.fixture(params=["llama", "qwen3", "mixtral"])
 def models(
     request: pytest.FixtureRequest, tiny_model: Callable[[str], Path], tmp_path: Path
 ) -> Iterator[tuple[LocalTrainer, Any]]:
@@ -67,7 +68,7 @@ def models(
 
 
 @settings(
-    max_examples=12,
+    max_examples=6,
     deadline=None,
     derandomize=True,
     database=None,
@@ -104,7 +105,7 @@ def test_logprobs_and_gradients_are_those_of_plain_forwards(
         trainer.model.zero_grad()
         seen = 0
         for micro in micro_batches(groups, list(expected), budget):
-            values = trainer._states(trainer.model, micro)[0]
+            values = states(trainer.model, micro, trainer.bundle.routing).logprobs
             parts = values.split([len(path) for path in micro.paths])
             losses = [(weights[: len(v)] * v)[trained[m]].sum() for m, v in zip(micro.members, parts, strict=True)]
             (sum(losses) / count).backward()
