@@ -8,7 +8,7 @@ from typing import Any
 
 
 def run(name: str, threads: int = 1) -> dict[str, Any]:
-    """Run the benchmark `step`, `rollout` or `exchange` and return its result as JSON values.
+    """Run the benchmark of a module of this package with a `compare`; its result as JSON values.
 
     Raises BenchError when a side fails, or what it is compared with is not installed.
     """

@@ -9,23 +9,31 @@ from node.cli.session import Command, Session, with_session
 
 
 @click.command(cls=Command)
-@click.argument("name", type=click.Choice(["step", "rollout", "exchange"]))
+@click.argument("name", type=click.Choice(["step", "rollout", "exchange", "train", "routing"]))
 @click.option(
     "--threads", type=click.IntRange(1, 1024), default=1, show_default=True, help="torch threads of each side"
 )
 @with_session
 def bench(session: Session, name: str, threads: int) -> None:
-    """Run a benchmark: `step` against TRL, `rollout` against HF generate, `exchange` over libp2p."""
+    """Run a benchmark.
+
+    `step` against TRL, `rollout` against HF generate, `exchange` over libp2p, `train`: prefix merging against plain
+    packing, `routing`: rollout and training of a mixture of experts, with routing replay and without.
+    """
     session.start_logging(None)
 
     from node.bench import run
-    from node.cli.output import emit, facts
+    from node.cli.output import emit, facts, table
 
     result = run(name, threads=threads)
     if session.as_json:
         emit(result)
         return
     facts(dict(_flat(result)))
+    for rows in result.values():
+        if isinstance(rows, list):  # what the benchmark compares, case by case
+            click.echo()
+            table(session, list(rows[0]), [list(row.values()) for row in rows], "")
 
 
 def _flat(result: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:

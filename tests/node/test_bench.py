@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from node.bench import exchange, rollout_hf, rollout_ours, step, step_ours
+from node.bench import exchange, rollout_hf, rollout_ours, routing, step, step_ours, train
 from node.bench.exchange_producer import ANSWERS, around_as_json, as_json
 from node.bench.floor import Work, work_of
 from node.bench.machine import machine
@@ -16,14 +16,14 @@ from node.bench.side import BenchError, SideTimeout, run_side
 from node.bench.workload import GROUP_SIZE, NEW_TOKENS, PROMPTS, bench_manifest, median, own_refs
 from node.environments.reasoning_gym import ReasoningGym
 from node.interfaces import TrainGroup, TrainSequence
+from node.models import load_model
 from protocol.manifest import embedded_manifest
 from protocol.rollout import Completion, RolloutGroup, TaskRef, Turn, pack_logprobs, pack_token_ids
 
 
 def group(prompt: tuple[int, ...], answers: list[tuple[int, ...]], rewards: list[float]) -> TrainGroup:
     sequences = [
-        TrainSequence(ids, (True,) * len(ids), reward, None)
-        for ids, reward in zip(answers, rewards, strict=True)
+        TrainSequence(ids, (True,) * len(ids), reward, None) for ids, reward in zip(answers, rewards, strict=True)
     ]
     return TrainGroup(prompt, tuple(sequences), "own")
 
@@ -150,3 +150,45 @@ async def test_groups_cross_between_two_processes(monkeypatch: pytest.MonkeyPatc
     assert counters["consumer"]["rejected"] == {}
     assert result["ours"]["groups_per_second"] > 0
     assert result["ratio"] > 2
+
+
+def test_training_is_measured_with_both_ways_to_pack(tmp_path: Path, tiny_model: Callable[..., Path]) -> None:
+    vocabulary, shape = 50, (12, 3, 4)
+    case = train.grouped(*shape, vocabulary=vocabulary)
+    merged, whole = len(case.groups) * (12 + 4 * 3), len(case.groups) * 4 * (12 + 3)
+    assert len(case.groups) == 8
+    assert case.token_ratio == pytest.approx(whole / merged, rel=0.1)  # of 50 tokens, some answers begin alike
+    assert train.grouped(600, 8, 4, vocabulary=vocabulary).shape["groups"] == 1
+    assert 1 < case.work_ratio(1, 10) < case.work_ratio(10, 1) < whole / (8 * (12 + 4 * 2)) * 1.1
+    bundle = load_model(str(tiny_model("llama")), device="cpu", dtype="float32", models=tmp_path)
+    for made in (case, train.branching(10, 2, 5, (2, 3), vocabulary=vocabulary)):
+        result = train.measured(bundle, made, tmp_path)
+        assert result["share"] == pytest.approx(result["time_ratio"] / result["token_ratio"])
+        assert result["cpu_seconds"] > 0
+        sequences = [len(group.prompt_ids) + len(one.token_ids) for group in made.groups for one in group.sequences]
+        assert result["tokens_plain"] == sum(sequences) - len(sequences)  # the last token of each is not laid out
+        assert result["tokens"] < result["tokens_plain"] / 2
+    (group,) = made.groups
+    assert len(group.sequences) == 6
+    assert group.sequences[0].mask == (True,) * 2 + (False,) * 5 + (True,) * 2
+    assert group.sequences[0].token_ids[:7] == group.sequences[2].token_ids[:7]
+
+
+def test_routing_is_measured_with_replay_and_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(routing, "PROMPTS", 1)
+    monkeypatch.setattr(routing, "NEW_TOKENS", 8)
+    shape = {**routing.SHAPE, "num_hidden_layers": 2, "vocab_size": 64}
+    rows = routing.measure(tmp_path, shape)["rows"]
+    assert [(row["model"], row["training"], row["replay"]) for row in rows] == [
+        ("qwen3_moe", "float32", True),
+        ("qwen3_moe", "float32", False),
+        ("qwen3_moe", "bfloat16", True),
+        ("qwen3_moe", "bfloat16", False),
+        ("qwen3", "float32", False),
+        ("qwen3", "bfloat16", False),
+    ]
+    assert all(row["tokens"] == routing.GROUP_SIZE * 8 for row in rows)
+    assert 0 < rows[0]["choices_flipped"] == rows[1]["choices_flipped"] < 0.5
+    assert rows[0]["kl"] < rows[1]["kl"]
+    assert rows[0]["mean"] < rows[1]["mean"]
+    assert rows[4]["choices_flipped"] is None
