@@ -55,6 +55,9 @@ class TrainConfig(Section):
     weight_decay: float = Field(0.0, ge=0, description="AdamW weight decay")
     warmup_steps: int = Field(5, ge=0, description="linear warm-up, in steps")
     max_grad_norm: float = Field(1.0, gt=0, description="gradient clipping by global norm")
+    routing_replay: Literal["auto", "on", "off"] = Field(
+        "auto", description="train with the experts that the rollout chose; auto: where the model has experts"
+    )
     tokens_per_micro_batch: int = Field(768, ge=64, description="token budget of one forward and backward")
     mini_batches: int = Field(1, ge=1, le=256, description="optimizer steps that a batch's groups are dealt to")
     passes: int = Field(1, ge=1, le=64, description="times a batch is gone through")
