@@ -40,10 +40,52 @@ class ModelConfig(Section):
 
 
 class RolloutConfig(Section):
-    engine: Literal["transformers"] = Field("transformers", description="what samples completions")
+    engine: Literal["auto", "transformers", "vllm"] = Field(
+        "auto", description="what samples completions; auto: vllm where there is a GPU and vLLM, or engine.url is set"
+    )
     group_size: int = Field(8, ge=2, le=256, description="G, completions per task")
     temperature: float = Field(1.0, gt=0, le=10, description="sampling temperature")
     max_new_tokens: int = Field(0, ge=0, le=131072, description="cap per completion; 0: the task's own budget")
+
+    # which groups make up a step (node/scheduling/rounds.py)
+    policy: Literal["synchronous", "partial", "tail", "asynchronous"] = Field(
+        "synchronous",
+        description="wait for all; keep the unfinished for later; give them a step of their own; never wait",
+    )
+    over_provision: float = Field(1.5, ge=1, le=8, description="groups in flight per group of a step; not synchronous")
+    max_staleness: int = Field(1, ge=0, le=64, description="versions a token may be behind; partial, asynchronous")
+    window: int = Field(0, ge=0, le=65536, description="groups that may overtake the oldest one; 0: staleness decides")
+
+    # how samples go to engines that take them at any time (node/scheduler.py)
+    dispatch: Literal["whole", "longest-first", "divided"] = Field(
+        "whole", description="whole groups at once; samples, the longest first; the same, a chunk at a time"
+    )
+    concurrency: int = Field(64, ge=0, le=65536, description="samples in flight per engine, if not whole; 0: all")
+    chunk_tokens: int = Field(2048, ge=16, le=131072, description="tokens of a chunk of divided samples")
+    kv_tokens: int = Field(0, ge=0, description="tokens an engine has memory for, if divided; 0: its own concern")
+
+
+class EngineConfig(Section):
+    """Of the vllm engine; transformers has nothing to set."""
+
+    url: str = Field(
+        "", pattern=r"^(https?://[^\s/]+(/\S*)?)?$", description="a running vLLM server; empty: the node starts one"
+    )
+    command: str = Field("vllm", min_length=1, description="the vllm program that the node starts")
+    args: Texts = Field((), description="more arguments for it (--key=value)")
+    gpus: str = Field("", pattern=r"^(\d+(,\d+)*)?$", description="GPUs for it, like 1 or 1,2; empty: the trainer's")
+    gpu_share: float = Field(0.0, ge=0, lt=1, description="share of GPU memory it may take; 0: what the trainer leaves")
+    cache_gb: int = Field(1, ge=1, le=4096, description="memory for its keys and values, on a CPU")
+    context: int = Field(0, ge=0, description="longest prompt and answer together, in tokens; 0: the model's")
+    concurrency: int = Field(256, ge=1, le=16384, description="samples in flight at most")
+    sleep: Literal["auto", "on", "off"] = Field(
+        "auto", description="give its GPU memory back while the trainer works; auto: where both share a GPU"
+    )
+    transfer: Literal["files", "nccl"] = Field("files", description="how it gets new weights")
+    weights_dir: str = Field("", description="where weights are written, a path that a server elsewhere sees too")
+    start_seconds: float = Field(480.0, gt=0, description="deadline for it to answer after a start")
+    update_seconds: float = Field(300.0, gt=0, description="deadline for it to take new weights")
+    stall_seconds: float = Field(180.0, gt=0, description="how long it may sample without any token")
 
 
 class TrainConfig(Section):
@@ -242,6 +284,7 @@ class Config(Section):
     node: NodeConfig = NodeConfig()
     model: ModelConfig = ModelConfig()
     rollout: RolloutConfig = RolloutConfig()
+    engine: EngineConfig = EngineConfig()
     train: TrainConfig = TrainConfig()
     swarm: SwarmConfig = SwarmConfig()
     network: NetworkConfig = NetworkConfig()

@@ -19,7 +19,11 @@ import torch
 
 from node.checkpoint import CheckpointStore
 from node.device import Device
-from node.engines.transformers import TransformersEngine, check_agreement
+from node.engines.agreement import check_agreement
+from node.engines.choose import make_engine
+from node.engines.transformers import TransformersEngine
+from node.engines.vllm import VllmEngine
+from node.hardware import Setup, prepare
 from node.history import History
 from node.home import DaemonInfo, Home, models_dir, reachable
 from node.loop import Loop, Parts
@@ -27,6 +31,7 @@ from node.models import ModelBundle, load_model
 from node.progress import Progress
 from node.rescore import Rescorer
 from node.rollouts import prompts
+from node.scheduling.own import schedule
 from node.scorer import Scorer
 from node.settings import Settings
 from node.training.distill import load_teacher
@@ -88,6 +93,8 @@ class Daemon:
         self.stopped = asyncio.Event()
         self.manifest: Manifest | None = None
         self.bundle: ModelBundle | None = None
+        self.engine = ""
+        """Which engine samples, and why."""
         self.scorer: Scorer | None = None
         self.exchange: Exchange | None = None
         self.loop: Loop | None = None
@@ -163,6 +170,7 @@ class Daemon:
         finally:
             await web.stop()
             if self.loop is not None:
+                await self.loop.own.rounds.close()
                 await self.loop.parts.engine.close()
             if self.scorer is not None:
                 await self.scorer.close()
@@ -204,8 +212,18 @@ class Daemon:
         self.exchange = parts.exchange
         services.create_task(self._told(parts.exchange.run()), name="exchange")
         await self.loop.recover()
+        computes_in = []
+        if isinstance(engine, VllmEngine):
+            async with self.progress.during("engine"):
+                computes_in = [(await engine.start()).dtype]
         async with self.progress.during("agreement check"):
-            await check_agreement(engine, parts.trainer, await self._check_prompts(parts))
+            await check_agreement(
+                engine,
+                parts.trainer,
+                self.device,
+                await self._check_prompts(parts),
+                dtypes=[str(parts.bundle.model.dtype).removeprefix("torch."), *computes_in],
+            )
         await self.loop.run(steps)
         await self.loop.checkpoint()
         if stay:
@@ -241,19 +259,30 @@ class Daemon:
                     return manifest
             await asyncio.sleep(0.5)
 
-    def _load(self) -> ModelBundle:
+    def _load(self) -> tuple[Setup, ModelBundle]:
         """On the model thread, whose torch threads this sets: two oversubscribed threads are slower than one."""
         torch.set_num_threads(self.config.node.threads or psutil.cpu_count(logical=False) or 1)
         model = self.config.model
-        return load_model(model.path, device=model.device, dtype=model.dtype, models=models_dir())
+        setup = prepare(self.config, models_dir())
+        return setup, load_model(model.path, device=model.device, dtype=model.dtype, models=models_dir())
 
-    async def _make_parts(self, manifest: Manifest, scorer: Scorer) -> tuple[TransformersEngine, Parts]:
+    async def _make_parts(self, manifest: Manifest, scorer: Scorer) -> tuple[TransformersEngine | VllmEngine, Parts]:
         config = self.config
-        bundle = self.bundle = await self.device.run(self._load)
+        setup, bundle = await self.device.run(self._load)
+        self.bundle, self.engine = bundle, setup.choice.why
+        self.history.event("info", "engine", self.engine)
         trainer = await self.device.run(
             functools.partial(LocalTrainer, bundle, config.train, dumps=self.home.path / "dumps")
         )
-        engine = TransformersEngine(bundle, self.device)
+        engine = make_engine(
+            setup,
+            config,
+            bundle,
+            self.device,
+            home=self.home.path,
+            peer_id=self.identity.peer_id,
+            say=lambda told: self.progress.say("STARTING", told),
+        )
         exchange = Exchange(
             self.transport,
             self.store,
@@ -272,7 +301,7 @@ class Daemon:
             peer_id=self.identity.peer_id,
             bundle=bundle,
             device=self.device,
-            engine=engine,
+            engine=schedule(config.rollout, [engine]),
             trainer=trainer,
             scorer=scorer,
             exchange=exchange,

@@ -2,7 +2,7 @@
 
 import asyncio
 import concurrent.futures
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -12,6 +12,8 @@ class Device:
     """Runs model jobs off the asyncio thread, never two at once."""
 
     def __init__(self) -> None:
+        self.make_room: Callable[[], Awaitable[None]] | None = None
+        """Awaited before every job: an engine of another process gives back the memory that it shares with us."""
         self._worker = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="model")
 
     async def run(self, job: Callable[..., T], *args: Any) -> T:
@@ -20,6 +22,8 @@ class Device:
         A job cannot be interrupted: after a timeout or a cancellation of this call it still runs to its end, and the
         next one waits for it.
         """
+        if self.make_room is not None:
+            await self.make_room()
         return await asyncio.get_running_loop().run_in_executor(self._worker, job, *args)
 
     def close(self) -> None:

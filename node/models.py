@@ -78,9 +78,9 @@ def load_model(path: str, *, device: str, dtype: str, models: Path) -> ModelBund
     Raises ModelError.
     """
     transformers_logging.disable_progress_bar()
-    directory = embedded_directory(models) if path == EMBEDDED else Path(path).expanduser()
+    directory = model_directory(path, models)
     config = _checked_config(directory)
-    place = _device(device)
+    place = device_of(device)
     kind = compute_dtype(place, dtype)
     try:
         tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
@@ -119,6 +119,11 @@ def load_model(path: str, *, device: str, dtype: str, models: Path) -> ModelBund
         directory=directory,
         routing=find_routers(model),
     )
+
+
+def model_directory(path: str, models: Path) -> Path:
+    """Where 'embedded' or a model's path is. Converts the embedded one at its first use. Raises ModelError."""
+    return embedded_directory(models) if path == EMBEDDED else Path(path).expanduser()
 
 
 # -- text and tokens -----------------------------------------------------------------------------------------
@@ -179,7 +184,8 @@ def measure_gemm(device: torch.device, dtype: torch.dtype) -> float:
     return 2 * 512 * 576 * 1536 / best
 
 
-def _device(name: str) -> torch.device:
+def device_of(name: str) -> torch.device:
+    """The device that auto, cpu, cuda or cuda:N means here. Raises ModelError."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if name.startswith("cuda") and not torch.cuda.is_available():

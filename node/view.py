@@ -70,6 +70,7 @@ class DaemonView:
             "uptime": now - node.started_at,
             "version": VERSION,
             "model": node.bundle.name if node.bundle else node.config.model.path,
+            "engine": node.engine,
             "groups": {**exchange, "trained_foreign": node.history.trained_foreign()},
         }
 

@@ -87,6 +87,7 @@ def overview(now: Mapping[str, Any]) -> dict[str, Any]:
         "node": f"{now['name']} ({now['peer_id']})",
         "swarm": now["swarm"],
         "model": now["model"],
+        "engine": now.get("engine") or None,
         "step": now["step"],
         "stage": stage,
         "reward": f"{number(now['reward'])} (first step {number(now['reward_start'])})",

@@ -12,8 +12,10 @@ import torch
 from node.config import TrainConfig
 from node.device import Device
 from node.engines import decoding
+from node.engines.agreement import AgreementError, check_agreement
 from node.engines.decoding import Limits
-from node.engines.transformers import AgreementError, RequestTooLong, TransformersEngine, check_agreement
+from node.engines.requests import RequestTooLong
+from node.engines.transformers import TransformersEngine
 from node.interfaces import PromptRequest, SampledGroup
 from node.models import ModelBundle, load_model
 from node.training.local import LocalTrainer
@@ -36,6 +38,8 @@ REQUESTS = [
     ask("d", tuple(range(90, 100)), n=9, temperature=0.2),
     ask("e", tuple(range(40, 60)), n=3, new=1),
 ]
+
+PROMPTS = [(5, 6, 7), tuple(range(30, 60))]
 
 
 async def collect(engine: TransformersEngine, requests: list[PromptRequest]) -> dict[str, SampledGroup]:
@@ -163,20 +167,20 @@ async def test_requests_that_cannot_be_served(bundle: ModelBundle) -> None:
 async def test_agreement_of_engine_and_trainer(bundle: ModelBundle, tmp_path: Path) -> None:
     engine = TransformersEngine(bundle, Device())
     trainer = LocalTrainer(bundle, TrainConfig(), dumps=tmp_path)
-    assert await check_agreement(engine, trainer, [(5, 6, 7), tuple(range(30, 60))]) < 1e-4
+    assert await check_agreement(engine, trainer, engine.device, PROMPTS, dtypes=["float32"]) < 1e-4
     logprobs = trainer.logprobs
     trainer.logprobs = lambda groups: [  # type: ignore[method-assign]
         [tuple(value - 0.5 for value in row) for row in rows] for rows in logprobs(groups)
     ]
     with pytest.raises(AgreementError, match=r"differ by 0\.50"):
-        await check_agreement(engine, trainer, [(5, 6, 7)])
+        await check_agreement(engine, trainer, engine.device, PROMPTS, dtypes=["float32"])
 
 
 async def test_bfloat16(tiny_model: Callable[[str], Path], tmp_path: Path) -> None:
     bundle = load_model(str(tiny_model("llama")), device="cpu", dtype="bfloat16", models=tmp_path)
     engine = TransformersEngine(bundle, Device())
     trainer = LocalTrainer(bundle, TrainConfig(), dumps=tmp_path)
-    assert await check_agreement(engine, trainer, [(5, 6, 7), tuple(range(30, 60))]) < 0.2
+    assert await check_agreement(engine, trainer, engine.device, PROMPTS, dtypes=["bfloat16"]) < 0.2
 
 
 async def test_the_device_runs_one_job_at_a_time_and_the_next_waits_for_a_late_one() -> None:

@@ -12,7 +12,8 @@ import torch
 from node import models
 from node.config import TrainConfig
 from node.device import Device
-from node.engines.transformers import TransformersEngine, check_agreement
+from node.engines.agreement import check_agreement
+from node.engines.transformers import TransformersEngine
 from node.home import models_dir
 from node.interfaces import Batch, Message, PromptRequest, TrainGroup, TrainSequence
 from node.models import (
@@ -206,7 +207,7 @@ async def test_the_embedded_model_answers_and_learns(tmp_path: Path) -> None:
     )
     engine = TransformersEngine(bundle, Device())
     trainer = LocalTrainer(bundle, TrainConfig(), dumps=tmp_path)
-    assert await check_agreement(engine, trainer, [prompt]) < 1e-3
+    assert await check_agreement(engine, trainer, engine.device, [prompt], dtypes=["float32"]) < 1e-3
     request = PromptRequest("x", prompt, n=8, max_new_tokens=8, temperature=1.0, seed=3)
     (group,) = [group async for group in engine.generate([request])]
     assert sum(sample.finish == "stop" for sample in group.samples) >= 4

@@ -1,0 +1,171 @@
+"""A `vllm serve` of the node's own: a child process with its own process group, log file and Unix socket.
+
+It listens on a socket in a directory that only this user can enter, never on a port: its control endpoints have no
+authentication. It is ended by process id, its children with it.
+"""
+
+import asyncio
+import logging
+import os
+import shutil
+import signal
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+from node.engines.vllm_client import Address
+
+log = logging.getLogger(__name__)
+
+STOP_SECONDS = 2.0
+"""Between asking it to end and killing it; a node has 4 s to stop in all."""
+LOG_BYTES = 16 << 20
+"""A log longer than this is begun anew at the next start."""
+LOG_TAIL = 12
+"""Lines of the log that an error shows."""
+FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0
+"""Seconds before a start that follows failures: doubled with each failure in a row."""
+HEALTHY_SECONDS = 120.0
+"""A server that lived this long is no failure in a row when it dies."""
+HIDDEN = ("SHOAL_", "HF_TOKEN")
+"""Beginnings of variables that it has no business with: the passphrase of the identity is one."""
+TROUBLE = ("error", "exception", "traceback")
+
+
+@dataclass(frozen=True, slots=True)
+class ServerPlan:
+    """What to start."""
+
+    command: str
+    """The vllm program, found in PATH or by its path."""
+    arguments: tuple[str, ...]
+    """After `vllm serve MODEL --uds SOCKET`."""
+    environment: tuple[tuple[str, str], ...]
+    """Variables besides the node's own."""
+    log_path: Path
+
+
+class VllmServer:
+    """One server process, started anew whenever `start` is called after it died. Used from one asyncio loop."""
+
+    def __init__(self, plan: ServerPlan) -> None:
+        self.plan = plan
+        self.directory = Path(tempfile.mkdtemp(prefix="shoal-vllm-"))  # short: a socket's path has 107 bytes
+        self.address = Address("http://vllm", str(self.directory / "socket"))
+        self.starts = 0
+        self._process: asyncio.subprocess.Process | None = None
+        self._failures = 0
+        self._started = 0.0
+
+    @property
+    def pid(self) -> int | None:
+        """Of the process that runs now."""
+        return self._process.pid if self.alive and self._process else None
+
+    @property
+    def alive(self) -> bool:
+        return self._process is not None and self._process.returncode is None
+
+    async def start(self, model: Path) -> None:
+        """Start it with a model directory, after a pause where it died before. Returns before it answers."""
+        assert not self.alive
+        now = asyncio.get_running_loop().time()
+        if self._process is not None:
+            self._failures = 1 if now - self._started > HEALTHY_SECONDS else self._failures + 1
+            await self._reap()
+            if self._failures > 1:
+                await asyncio.sleep(min(LONGEST_PAUSE, FIRST_PAUSE * 2 ** (self._failures - 2)))
+        clear(self.address.socket)
+        self._started = asyncio.get_running_loop().time()
+        arguments = ["serve", str(model), "--uds", self.address.socket, *self.plan.arguments]
+        log.info("starting %s %s (log: %s)", self.plan.command, " ".join(arguments), self.plan.log_path)
+        with open_log(self.plan.log_path) as output:
+            self._process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                str(Path(__file__).with_name("vllm_child.py")),
+                str(os.getpid()),
+                self.plan.command,
+                *arguments,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                env=environment(os.environ, self.plan.environment),
+                start_new_session=True,
+            )
+        self.starts += 1
+
+    async def died(self) -> str:
+        """Wait until the process ends; why, with the end of its log."""
+        assert self._process is not None
+        code = await self._process.wait()
+        how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+        return f"{self.plan.command} serve {how}; its log {self.plan.log_path} ends:\n{log_tail(self.plan.log_path)}"
+
+    async def stop(self) -> None:
+        """End it and all it started, within STOP_SECONDS and a little."""
+        await self._reap()
+
+    async def _reap(self) -> None:
+        """End what is left of the process group: the server's own children outlive it when it is killed."""
+        if self._process is None:
+            return
+        group = self._process.pid
+        if _signal_group(group, signal.SIGTERM):
+            try:
+                async with asyncio.timeout(STOP_SECONDS):
+                    await self._process.wait()
+            except TimeoutError:
+                log.warning("vllm (process group %d) did not end in %.0f s; it is killed", group, STOP_SECONDS)
+            _signal_group(group, signal.SIGKILL)
+        await self._process.wait()
+
+    async def close(self) -> None:
+        await self.stop()
+        shutil.rmtree(self.directory, ignore_errors=True)
+
+
+def _signal_group(group: int, number: signal.Signals) -> bool:
+    """False: nobody of it is left."""
+    try:
+        os.killpg(group, number)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def environment(own: Mapping[str, str], more: Sequence[tuple[str, str]]) -> dict[str, str]:
+    """Variables of the child: ours without secrets and settings, and what it needs."""
+    kept = {name: value for name, value in own.items() if not name.startswith(HIDDEN)}
+    needed = {
+        "VLLM_SERVER_DEV_MODE": "1",  # weights and pauses; it listens on a private socket only
+        "VLLM_NO_USAGE_STATS": "1",
+        "DO_NOT_TRACK": "1",
+        "HF_HUB_OFFLINE": "1",
+    }
+    return {**kept, **needed, **dict(more)}
+
+
+def clear(socket: str) -> None:
+    """Remove what a killed server left: it could not listen there again."""
+    Path(socket).unlink(missing_ok=True)
+
+
+def open_log(path: Path) -> IO[bytes]:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    fresh = not path.exists() or path.stat().st_size > LOG_BYTES
+    return path.open("wb" if fresh else "ab")
+
+
+def log_tail(path: Path) -> str:
+    """The lines of the last 64 KB that tell of trouble, or the very last ones where none does."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - (64 << 10)))
+            lines = file.read().decode(errors="replace").splitlines()
+    except OSError as error:
+        return f"(the log cannot be read: {error})"
+    telling = [line for line in lines if any(word in line.lower() for word in TROUBLE)]
+    return "\n".join(line[:300] for line in (telling or lines)[-LOG_TAIL:])

@@ -1,0 +1,252 @@
+"""What this machine has, which engine suits it and why, and whether a model fits: before anything is loaded.
+
+A model that does not fit is refused with the sum written out, rather than by the kernel in the middle of a step.
+"""
+
+import json
+import logging
+import math
+import shutil
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import torch
+
+from node.config import Config
+from node.models import ModelError, compute_dtype, device_of, model_directory
+
+log = logging.getLogger(__name__)
+
+GB = 1 << 30
+LARGEST_SHARE = 0.9
+"""Of a GPU that vLLM has to itself."""
+SPARE = 0.1
+"""Of a GPU that it shares: left to CUDA contexts and fragmentation."""
+KV_TOKENS = 1024
+"""Keys and values without which an engine is of no use, in tokens."""
+SMALLEST_CACHE = 64 << 20
+"""The same in bytes, for a small model."""
+
+
+class ModelTooBig(ModelError):
+    """The model cannot be trained in this machine's memory; the message has the sum."""
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    name: str
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What there is to compute with."""
+
+    memory: int
+    """Bytes that this process may use: the machine's, or its container's limit."""
+    gpus: tuple[Gpu, ...]
+    vllm: str
+    """Path of the vllm program; empty: there is none."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """What the memory of a model follows from, read from its files without loading them."""
+
+    name: str
+    parameters: int
+    kv_bytes: int
+    """Keys and values of one token, in 16-bit numbers."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineChoice:
+    """Which engine samples, and why in a plain sentence."""
+
+    name: str
+    why: str
+    shared_gpu: bool = False
+    """vLLM is on the same GPU as the trainer, if there is one."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """What training a model takes, in bytes by what for."""
+
+    always: tuple[tuple[str, int], ...]
+    update: tuple[tuple[str, int], ...]
+    rollout: tuple[tuple[str, int], ...]
+    together: bool
+    """Whether update and rollout hold their memory at the same time."""
+    limit: int
+    place: str
+
+    @property
+    def total(self) -> int:
+        update, rollout = _sum(self.update), _sum(self.rollout)
+        return _sum(self.always) + (update + rollout if self.together else max(update, rollout))
+
+    def __str__(self) -> str:
+        said = [*map(_said, self.always)]
+        if self.together:
+            said += map(_said, (*self.update, *self.rollout))
+        else:
+            either = " + ".join(map(_said, self.update)), " + ".join(map(_said, self.rollout))
+            said.append(f"the larger of ({either[0]}) and ({either[1]})")
+        return f"{' + '.join(said)} = {self.total / GB:.1f} GB, of {self.limit / GB:.1f} GB {self.place}"
+
+
+def _sum(parts: tuple[tuple[str, int], ...]) -> int:
+    return sum(size for _, size in parts)
+
+
+def _said(part: tuple[str, int]) -> str:
+    return f"{part[0]} {part[1] / GB:.1f}"
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """What was found and decided before a model is loaded."""
+
+    machine: Machine
+    choice: EngineChoice
+    plan: MemoryPlan
+
+
+def prepare(config: Config, models: Path) -> Setup:
+    """Look at the machine, choose an engine and see whether the model fits. Raises ModelError, ModelTooBig."""
+    machine = look(config)
+    choice = choose_engine(config, machine)
+    shape = model_shape(model_directory(config.model.path, models))
+    plan = plan_memory(
+        config, shape, machine, choice, compute_dtype(device_of(config.model.device), config.model.dtype)
+    )
+    log.info("memory: %s", plan)
+    check_fit(plan, shape)
+    return Setup(machine, choice, plan)
+
+
+def look(config: Config) -> Machine:
+    """This machine."""
+    gpus: tuple[Gpu, ...] = ()
+    if config.model.device != "cpu" and torch.cuda.is_available():
+        found = (torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count()))
+        gpus = tuple(Gpu(gpu.name, gpu.total_memory) for gpu in found)
+    return Machine(memory_limit(), gpus, shutil.which(config.engine.command) or "")
+
+
+def memory_limit(root: Path = Path("/sys/fs/cgroup")) -> int:
+    """Bytes of memory this process may use: the machine's, or less where a control group says so."""
+    limits = [psutil.virtual_memory().total]
+    for name in ("memory.max", "memory/memory.limit_in_bytes"):
+        try:
+            limits.append(int((root / name).read_text()))
+        except (OSError, ValueError):  # another version of control groups, none, or "max"
+            continue
+    return min(limits)
+
+
+def choose_engine(config: Config, machine: Machine) -> EngineChoice:
+    """The engine as set, or for 'auto' the one that suits the machine."""
+    asked, engine = config.rollout.engine, config.engine
+    if asked == "transformers":
+        return EngineChoice("transformers", "rollouts by transformers: rollout.engine says so")
+    if engine.url:
+        return EngineChoice(
+            "vllm", f"rollouts by the vLLM server at {engine.url}: engine.url names one", not _apart(config)
+        )
+    if asked == "vllm":
+        return EngineChoice(
+            "vllm", "rollouts by a vLLM server of this node: rollout.engine says so", not _apart(config)
+        )
+    if not machine.gpus:
+        return EngineChoice(
+            "transformers",
+            "rollouts by transformers: there is no GPU, and on a CPU it is best to share the trainer's weights",
+        )
+    names = " and ".join(sorted({gpu.name for gpu in machine.gpus}))
+    if not machine.vllm:
+        return EngineChoice(
+            "transformers",
+            f"rollouts by transformers: there is a GPU ({names}), but no program '{engine.command}'; "
+            "pip install vllm, or set engine.command or engine.url, for rollouts several times as fast",
+        )
+    return EngineChoice("vllm", f"rollouts by vLLM: there is a GPU ({names}) and {machine.vllm}", not _apart(config))
+
+
+def _apart(config: Config) -> bool:
+    """Whether the settings give vLLM GPUs that the trainer does not use."""
+    trainer = config.model.device.partition(":")[2] or "0"
+    return bool(config.engine.gpus) and trainer not in config.engine.gpus.split(",")
+
+
+def sleeps(config: Config, choice: EngineChoice, machine: Machine) -> bool:
+    """Whether vLLM gives its memory back while the trainer works. On a CPU that frees nothing, and hangs requests."""
+    if not machine.gpus or choice.name != "vllm":
+        return False
+    return choice.shared_gpu if config.engine.sleep == "auto" else config.engine.sleep == "on"
+
+
+def model_shape(directory: Path) -> ModelShape:
+    """Read the headers of a model's files. Raises ModelError."""
+    try:
+        config = json.loads((directory / "config.json").read_text())
+        parameters = sum(_parameters(file) for file in directory.glob("*.safetensors"))
+        heads = config["num_attention_heads"]
+        width = config.get("head_dim") or config["hidden_size"] // heads
+        kv = 2 * 2 * config["num_hidden_layers"] * (config.get("num_key_value_heads") or heads) * width
+    except (OSError, ValueError, KeyError, TypeError, struct.error) as error:
+        raise ModelError(f"{directory}: its files cannot be read ({error!r}); copy the model again, whole") from error
+    return ModelShape(directory.name, parameters, kv)
+
+
+def _parameters(file: Path) -> int:
+    with file.open("rb") as opened:
+        (length,) = struct.unpack("<Q", opened.read(8))
+        header = json.loads(opened.read(min(length, 100 << 20)))
+    return sum(math.prod(tensor["shape"]) for name, tensor in header.items() if name != "__metadata__")
+
+
+def plan_memory(
+    config: Config, shape: ModelShape, machine: Machine, choice: EngineChoice, dtype: torch.dtype
+) -> MemoryPlan:
+    """What training and sampling in a compute type take on the device of the model, at their largest."""
+    own, width = shape.parameters, dtype.itemsize
+    always = [("weights", own * width)]
+    if width < 4:
+        always.append(("32-bit weights", own * 4))
+    always.append(("optimizer", own * 8))
+    if config.train.kl_coefficient > 0:
+        always.append(("reference", own * width))
+    rollout = []
+    if choice.name == "transformers" or choice.shared_gpu:
+        if choice.name == "vllm":
+            rollout.append(("vLLM's weights", own * width))
+        rollout.append(("keys and values", max(SMALLEST_CACHE, shape.kv_bytes * KV_TOKENS)))
+    together = choice.name == "vllm" and not sleeps(config, choice, machine)
+    parts = tuple(always), (("gradients", own * 4),), tuple(rollout), together
+    if machine.gpus:
+        gpu = machine.gpus[int(config.model.device.partition(":")[2] or 0) % len(machine.gpus)]
+        return MemoryPlan(*parts, gpu.bytes, f"on {gpu.name}")
+    return MemoryPlan(*parts, machine.memory, "of memory")
+
+
+def check_fit(plan: MemoryPlan, shape: ModelShape) -> None:
+    """Raises ModelTooBig."""
+    if plan.total > plan.limit:
+        raise ModelTooBig(
+            f"{shape.name} with {shape.parameters / 1e9:.2f} billion parameters does not fit: {plan}; use a smaller "
+            "model (model.path), model.dtype bfloat16, or a machine with more memory"
+        )
+
+
+def gpu_share(config: Config, plan: MemoryPlan, choice: EngineChoice) -> float:
+    """Share of a GPU's memory for vLLM: as set, or what the trainer leaves."""
+    if config.engine.gpu_share:
+        return config.engine.gpu_share
+    if not choice.shared_gpu:
+        return LARGEST_SHARE
+    trainer = _sum(plan.always) + (_sum(plan.update) if plan.together else 0)
+    return max(SPARE, round(1 - SPARE - trainer / plan.limit, 3))

@@ -1,0 +1,189 @@
+"""Which engine, why, and whether a model fits."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from node.config import Config
+from node.device import Device
+from node.engines.choose import make_engine, server_plan
+from node.engines.transformers import TransformersEngine
+from node.engines.vllm import VllmEngine
+from node.engines.vllm_probe import EngineSetupError
+from node.hardware import (
+    GB,
+    Gpu,
+    Machine,
+    ModelShape,
+    ModelTooBig,
+    Setup,
+    check_fit,
+    choose_engine,
+    gpu_share,
+    memory_limit,
+    model_shape,
+    plan_memory,
+    prepare,
+    sleeps,
+)
+from node.models import ModelError, load_model
+
+CPU = Machine(8 * GB, (), "")
+GPU = Machine(64 * GB, (Gpu("H200", 140 * GB),), "/usr/bin/vllm")
+BARE_GPU = Machine(64 * GB, (Gpu("H200", 140 * GB),), "")
+SEVEN_B = ModelShape("seven", 7_000_000_000, 131072)
+HALF_B = ModelShape("half", 500_000_000, 24576)
+
+
+def config(**sections: Any) -> Config:
+    return Config.model_validate(sections)
+
+
+@pytest.mark.parametrize(
+    ("sections", "machine", "name", "why"),
+    [
+        ({}, CPU, "transformers", "there is no GPU"),
+        ({}, GPU, "vllm", "there is a GPU (H200) and /usr/bin/vllm"),
+        ({}, BARE_GPU, "transformers", "no program 'vllm'; pip install vllm"),
+        ({"rollout": {"engine": "transformers"}}, GPU, "transformers", "rollout.engine says so"),
+        ({"rollout": {"engine": "vllm"}}, CPU, "vllm", "rollout.engine says so"),
+        ({"engine": {"url": "http://vllm:8000"}}, BARE_GPU, "vllm", "engine.url names one"),
+    ],
+)
+def test_the_engine_follows_from_the_machine(sections: dict[str, Any], machine: Machine, name: str, why: str) -> None:
+    choice = choose_engine(config(**sections), machine)
+    assert choice.name == name
+    assert why in choice.why
+
+
+def test_it_sleeps_where_trainer_and_engine_share_a_gpu() -> None:
+    apart = config(engine={"gpus": "1"})
+    assert sleeps(config(), choose_engine(config(), GPU), GPU)
+    assert not sleeps(apart, choose_engine(apart, GPU), GPU)
+    awake = config(engine={"sleep": "off"})
+    assert not sleeps(awake, choose_engine(awake, GPU), GPU)
+    forced = config(rollout={"engine": "vllm"}, engine={"sleep": "on"})
+    assert not sleeps(forced, choose_engine(forced, CPU), CPU)  # on a CPU it frees nothing and hangs requests
+
+
+def test_a_model_that_does_not_fit_is_refused_with_the_sum() -> None:
+    plan = plan_memory(config(), SEVEN_B, CPU, choose_engine(config(), CPU), torch.float32)
+    assert plan.total == 7_000_000_000 * 16
+    with pytest.raises(ModelTooBig) as refused:
+        check_fit(plan, SEVEN_B)
+    assert str(refused.value) == (
+        "seven with 7.00 billion parameters does not fit: weights 26.1 + optimizer 52.2 + the larger of "
+        "(gradients 26.1) and (keys and values 0.1) = 104.3 GB, of 8.0 GB of memory; use a smaller model "
+        "(model.path), model.dtype bfloat16, or a machine with more memory"
+    )
+
+
+def test_the_sum_of_a_shared_gpu() -> None:
+    """Asleep while the trainer works, vLLM and the gradients take turns; awake, they add up."""
+    own = SEVEN_B.parameters
+    cache = SEVEN_B.kv_bytes * 1024
+    choice = choose_engine(config(), GPU)
+    turns = plan_memory(config(), SEVEN_B, GPU, choice, torch.bfloat16)
+    assert turns.total == own * (2 + 4 + 8) + own * 4
+    awake = config(engine={"sleep": "off"})
+    assert plan_memory(awake, SEVEN_B, GPU, choice, torch.bfloat16).total == own * (2 + 4 + 8 + 4 + 2) + cache
+    apart = config(engine={"gpus": "1"})
+    alone = plan_memory(apart, SEVEN_B, GPU, choose_engine(apart, GPU), torch.bfloat16)
+    assert alone.total == own * (2 + 4 + 8 + 4)
+    with_reference = config(train={"kl_coefficient": 0.1})
+    assert plan_memory(with_reference, SEVEN_B, GPU, choice, torch.bfloat16).total == turns.total + own * 2
+
+
+def test_vllm_gets_what_the_trainer_leaves() -> None:
+    choice = choose_engine(config(), GPU)
+    plan = plan_memory(config(), HALF_B, GPU, choice, torch.bfloat16)
+    held = HALF_B.parameters * 14 / (140 * GB)
+    assert gpu_share(config(), plan, choice) == pytest.approx(0.9 - held, abs=1e-3)
+    assert gpu_share(config(engine={"gpu_share": 0.3}), plan, choice) == 0.3
+    apart = config(engine={"gpus": "1"})
+    assert gpu_share(apart, plan, choose_engine(apart, GPU)) == 0.9
+
+
+def test_shape_of_a_model_is_read_from_its_headers(tiny_model: Callable[[str], Path], tmp_path: Path) -> None:
+    directory = tiny_model("llama")
+    bundle = load_model(str(directory), device="cpu", dtype="float32", models=tmp_path)
+    shape = model_shape(directory)
+    assert shape.parameters == sum(parameter.numel() for parameter in bundle.model.parameters())
+    assert shape.kv_bytes == 2 * 2 * 3 * 2 * 8
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.safetensors").write_bytes(b"\xff" * 9)
+    with pytest.raises(ModelError, match="its files cannot be read"):
+        model_shape(tmp_path)
+
+
+def test_prepare_refuses_before_anything_is_loaded(
+    tiny_model: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = config(model={"path": str(tiny_model("llama")), "dtype": "float32"})
+    setup = prepare(settings, tmp_path)
+    assert setup.choice.name == "transformers"
+    assert setup.plan.limit == memory_limit()
+    monkeypatch.setattr("node.hardware.memory_limit", lambda: 1 << 20)
+    with pytest.raises(ModelTooBig, match=r"of 0\.0 GB of memory"):
+        prepare(settings, tmp_path)
+
+
+def test_a_container_limits_memory(tmp_path: Path) -> None:
+    whole = memory_limit(tmp_path)
+    (tmp_path / "memory.max").write_text("1073741824\n")
+    assert memory_limit(tmp_path) == GB
+    (tmp_path / "memory.max").write_text("max\n")
+    assert memory_limit(tmp_path) == whole
+
+
+def test_the_engine_that_is_made(tiny_model: Callable[[str], Path], tmp_path: Path) -> None:
+    bundle = load_model(str(tiny_model("llama")), device="cpu", dtype="float32", models=tmp_path)
+    device = Device()
+
+    def make(settings: Config, machine: Machine) -> TransformersEngine | VllmEngine:
+        choice = choose_engine(settings, machine)
+        plan = plan_memory(settings, HALF_B, machine, choice, torch.float32)
+        setup = Setup(machine, choice, plan)
+        return make_engine(setup, settings, bundle, device, home=tmp_path, peer_id="x" * 30, say=print)
+
+    assert isinstance(make(config(), CPU), TransformersEngine)
+    assert device.make_room is None
+    engine = make(config(engine={"url": "http://gpu-server:8000"}), CPU)
+    assert isinstance(engine, VllmEngine)
+    assert engine.server is None
+    assert str(engine.client.address) == "http://gpu-server:8000"
+    assert engine.overlaps
+    assert device.make_room is not None
+    with pytest.raises(EngineSetupError, match=r"no program 'vllm'; pip install vllm"):
+        make(config(rollout={"engine": "vllm"}), CPU)
+    with pytest.raises(EngineSetupError, match=r"set engine\.gpus to GPUs that the trainer does not use"):
+        make(config(engine={"transfer": "nccl"}), GPU)
+
+
+def test_arguments_of_a_server_on_a_gpu_and_on_a_cpu(tiny_model: Callable[[str], Path], tmp_path: Path) -> None:
+    bundle = load_model(str(tiny_model("llama")), device="cpu", dtype="float32", models=tmp_path)
+    settings = config(engine={"args": "--max-num-seqs=32"}, node={"threads": 3})
+    plan = server_plan(settings, bundle, GPU, share=0.25, sleep=True, home=tmp_path)
+    assert "--gpu-memory-utilization=0.250" in plan.arguments
+    assert "--enable-sleep-mode" in plan.arguments
+    assert "--enforce-eager" not in plan.arguments
+    assert plan.arguments[-1] == "--max-num-seqs=32"
+    assert plan.environment == (("CUDA_VISIBLE_DEVICES", "0"),)
+    pair = config(engine={"gpus": "2,3", "transfer": "nccl"})
+    plan = server_plan(pair, bundle, GPU, share=0.9, sleep=False, home=tmp_path)
+    assert "--tensor-parallel-size=2" in plan.arguments
+    assert '--weight-transfer-config={"backend":"nccl"}' in plan.arguments
+    assert plan.environment == (("CUDA_VISIBLE_DEVICES", "2,3"),)
+    machine = Machine(GB, (), "/opt/vllm")
+    plan = server_plan(settings, bundle, machine, share=0.9, sleep=False, home=tmp_path)
+    assert plan.command == "/opt/vllm"
+    assert "--enforce-eager" in plan.arguments
+    assert '--hf-overrides={"tie_word_embeddings": false}' in plan.arguments
+    assert dict(plan.environment) == {
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "OMP_NUM_THREADS": "3",
+    }
