@@ -1,12 +1,15 @@
 """Held-out evaluation: a fixed set of tasks that no node can be assigned, sampled at temperature 1."""
 
 import asyncio
-import functools
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
-from node.checkpoint import CheckpointStore
+import psutil
+import torch
+
+from node.checkpoint import CheckpointError, CheckpointStore, damage
 from node.config import Config
 from node.device import Device
 from node.engines.transformers import TransformersEngine
@@ -40,8 +43,19 @@ async def held_out(
     return {name: sum(values) / len(values) for name, values in rewards.items()}
 
 
-def evaluate_checkpoint(home: Home, settings: Settings, name: str) -> dict[str, float]:
-    """Held-out score of a saved checkpoint ('latest', 'best' or a step), by environment and their `mean`.
+@dataclass(frozen=True, slots=True)
+class HeldOut:
+    """What `shoal checkpoint eval` found."""
+
+    checkpoint: str
+    step: int
+    scores: Mapping[str, float]
+    """By environment."""
+    mean: float
+
+
+def evaluate_checkpoint(home: Home, settings: Settings, name: str) -> HeldOut:
+    """Held-out score of a saved checkpoint ('latest', 'best' or a step).
 
     Works beside a running daemon: it reads only. Raises CheckpointError, ModelError, ScorerError, and NoSwarm when the
     swarm's manifest is not here yet.
@@ -50,10 +64,13 @@ def evaluate_checkpoint(home: Home, settings: Settings, name: str) -> dict[str, 
     if manifest is None:
         raise NoSwarm(f"the manifest of the swarm is not in {home.path} yet ; run `shoal up` until it has come")
     entry = CheckpointStore(home.checkpoints, settings.config.checkpoint.keep).find(name)
-    return asyncio.run(_evaluate_directory(entry.path, settings.config, manifest))
+    if fault := damage(entry.path):
+        raise CheckpointError(f"{entry.path} is damaged: {fault} ; score another one (shoal checkpoint list)")
+    scores = asyncio.run(_evaluate_directory(entry.path, settings.config, manifest))
+    return HeldOut(entry.name, entry.step, scores, sum(scores.values()) / len(scores))
 
 
-async def _evaluate_directory(directory: Path, config: Config, manifest: Manifest) -> dict[str, float]:
+async def _evaluate_directory(directory: Path, config: Config, manifest: Manifest) -> Mapping[str, float]:
     device = Device()
     scorer = Scorer(
         manifest.environments,
@@ -61,14 +78,15 @@ async def _evaluate_directory(directory: Path, config: Config, manifest: Manifes
         memory_mb=config.limits.scorer_memory_mb,
         clock=time.monotonic,
     )
-    load = functools.partial(
-        load_model, str(directory), device=config.model.device, dtype=config.model.dtype, models=models_dir()
-    )
+
+    def load() -> ModelBundle:
+        torch.set_num_threads(config.node.threads or psutil.cpu_count(logical=False) or 1)
+        return load_model(str(directory), device=config.model.device, dtype=config.model.dtype, models=models_dir())
+
     try:
         await scorer.start()
         bundle = await device.run(load)
-        scores = await held_out(TransformersEngine(bundle, device), bundle, scorer, config, manifest)
+        return await held_out(TransformersEngine(bundle, device), bundle, scorer, config, manifest)
     finally:
         await scorer.close()
         device.close()
-    return {**scores, "mean": sum(scores.values()) / len(scores)}

@@ -85,7 +85,9 @@ def export(session: Session, name: str, directory: Path) -> None:
 @click.argument("name", default="latest")
 @with_session
 def evaluate(session: Session, name: str) -> None:
-    """Score a checkpoint on the swarm's held-out tasks."""
+    """Score a checkpoint on the swarm's held-out tasks, the same ones every time (eval.tasks, eval.samples)."""
+    from dataclasses import asdict
+
     from node.cli.output import emit, facts
 
     home = session.node()
@@ -94,11 +96,11 @@ def evaluate(session: Session, name: str) -> None:
 
     from node.evaluate import evaluate_checkpoint
 
-    scores = evaluate_checkpoint(home, settings, name)
+    found = evaluate_checkpoint(home, settings, name)
     if session.as_json:
-        emit(scores)
+        emit(asdict(found))
     else:
-        facts(scores)
+        facts({"checkpoint": found.checkpoint, "step": found.step, **found.scores, "mean": found.mean})
 
 
 def store(session: Session) -> "CheckpointStore":
