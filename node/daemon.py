@@ -216,6 +216,7 @@ class Daemon:
         if isinstance(engine, VllmEngine):
             async with self.progress.during("engine"):
                 computes_in = [(await engine.start()).dtype]
+        self.progress.say("STARTING", "checking that engine and trainer give the same log-probabilities")
         async with self.progress.during("agreement check"):
             await check_agreement(
                 engine,

@@ -24,6 +24,7 @@ from node.home import Home, NoSwarm
 from node.local_table import LiveTable
 from protocol.invite import Invite
 from protocol.manifest import embedded_manifest
+from swarm.database import StoreError
 
 FIRST_PAGE = 8420
 STOP_SECONDS = 4.5
@@ -243,7 +244,18 @@ def _stop(members: Sequence[Member]) -> None:
             member.process.wait(max(0.1, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
             member.process.kill()  # the kernel ends it when it can; the next node is not kept waiting for that
-        member.note = f"stopped; step {member.step} is saved in {member.home.path}"
+        member.note = f"stopped; step {_last_step(member)} is saved in {member.home.path}"
+
+
+def _last_step(member: Member) -> int:
+    """As its history has it: what its API said last may be a step old."""
+    try:
+        history = History(member.home.database, time.time)
+    except StoreError:  # held by a process that is being killed
+        return member.step
+    last = history.last_step()
+    history.close()
+    return int(last["step"]) if last else 0
 
 
 def _free_port(wanted: int | None, held: ExitStack) -> int:

@@ -123,6 +123,7 @@ class Loop:
         """Train until `steps` updates are done in all (None: for ever). Raises what is nobody's to catch here."""
         p = self.parts
         if p.history.held_out_start() is None:
+            p.progress.say("STARTING", "taking the first held-out score")
             await self._evaluate()
         if steps and p.trainer.step >= steps:
             p.history.event("warning", "steps", f"{p.trainer.step} steps are done already: --steps {steps} trains none")

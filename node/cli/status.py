@@ -79,6 +79,7 @@ def with_last_words(home: "Home", what: str) -> str:
 def overview(now: Mapping[str, Any]) -> dict[str, Any]:
     """The rest of a status for people."""
     groups = now["groups"]
+    trained = now["reward"] is not None
     first, latest = now["held_out_steps"] or (0, 0)
     parts = ", ".join(f"{kind} {held / 2**20:.0f}" for kind, held in now["memory"].items() if held)
     stage = f"{now['stage']} for {now['stage_seconds']:.0f} s" if now.get("stage") else None
@@ -90,12 +91,12 @@ def overview(now: Mapping[str, Any]) -> dict[str, Any]:
         "engine": now.get("engine") or None,
         "step": now["step"],
         "stage": stage,
-        "reward": f"{number(now['reward'])} (first step {number(now['reward_start'])})",
+        "reward": f"{number(now['reward'])} (first step {number(now['reward_start'])})" if trained else None,
         "held-out": f"{number(now['held_out'])} at step {latest} ({number(now['held_out_start'])} at step {first})"
         if now["held_out"] is not None
         else None,
-        "tokens/s": now["tokens_per_second"],
-        "last step": f"{now['own_groups']} own + {now['foreign_groups']} foreign groups",
+        "tokens/s": now["tokens_per_second"] if trained else None,
+        "last step": f"{now['own_groups']} own + {now['foreign_groups']} foreign groups" if trained else None,
         "peers": now["peers"],
         "groups": f"{groups.get('published', 0)} published, {groups.get('fetched', 0)} fetched, "
         f"{groups.get('admitted', 0)} admitted, {groups.get('trained_foreign', 0)} trained on",
