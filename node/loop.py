@@ -36,11 +36,15 @@ from node.memory import give_back
 from node.models import ModelBundle
 from node.progress import Progress
 from node.replay import replay
-from node.rollouts import Rollout, from_group, sample, sampling_seed, to_group, train_group
+from node.rollouts import Rollout, from_group, sampling_seed, to_group, train_group
+from node.routing import bounded
+from node.scheduling.own import OwnRollouts
+from node.scheduling.rounds import Begun
 from node.scorer import Scorer, ScorerError
 from node.selection import Curriculum, ForeignShare, SameRewards
 from node.training.distill import taught
 from protocol.manifest import Manifest
+from protocol.rollout import TaskRef
 from protocol.rules import Rejected
 from swarm.exchange import Exchange
 from swarm.experience import ExperienceStore, StoreError, UnknownGroup
@@ -86,6 +90,9 @@ class Loop:
         self.curriculum = Curriculum(parts.config.train.curriculum_low, parts.config.train.curriculum_high)
         self.foreign_share = ForeignShare(parts.config.swarm.foreign_groups)
         self._same_rewards = SameRewards()
+        self.own = OwnRollouts(parts.engine, parts.bundle, parts.scorer, parts.config)
+        self._begun_before: Mapping[str, Any] = {}
+        """The saved state that a start goes on from."""
         self.saved: int | None = None
         """The step that the next start will reach; None until that is known."""
         self._checkpointed_at = parts.clock()
@@ -116,8 +123,10 @@ class Loop:
         await replay(p, records, apply=self._apply, restore=self._restore)
         self.saved = p.trainer.step
         await p.engine.update_weights(p.trainer.step)
+        kept = self.own.restore(self._begun_before)
         if recovery.directory is not None or records:
-            p.history.event("info", "resume", f"continues after step {p.trainer.step}")
+            said = f"continues after step {p.trainer.step}"
+            p.history.event("info", "resume", f"{said}, {kept}" if kept else said)
 
     async def run(self, steps: int | None) -> None:
         """Train until `steps` updates are done in all (None: for ever). Raises what is nobody's to catch here."""
@@ -159,7 +168,8 @@ class Loop:
         self._share(sampled)
         own = self._own(sampled, count)
         foreign = await self._choose_foreign()
-        batch = Batch(step, await self._taught([train_group(r, p.config.train) for r in own + foreign]))
+        groups = [train_group(r, p.config.train, p.bundle.routing) for r in own + foreign]
+        batch = Batch(step, await self._taught(bounded(groups)))
         summary = self._summary(sampled, own, foreign, p.clock() - started)
         record = JournalRecord(step, batch, self._state(), summary, p.config.train.model_dump(mode="json"))
         await self._journal(record)
@@ -184,12 +194,21 @@ class Loop:
         """`count` own groups; with dynamic sampling, other tasks' besides while some of them are uniform."""
         p = self.parts
         rollouts: list[Rollout] = []
-        now = p.clock()  # one for all rounds: groups of one step are of one epoch
+        begun = 0
+        now = p.clock()  # one for all rounds: groups begun in one step are of one epoch
+
+        def tasks(missing: int) -> list[Begun]:
+            nonlocal begun
+            refs = self._next_tasks(missing, now)
+            seeds = [sampling_seed(p.config.node.seed, step, begun + i) for i in range(missing)]
+            begun += missing
+            return [Begun(ref, self.position.epoch, seed) for ref, seed in zip(refs, seeds, strict=True)]
+
         async with p.progress.during("rollout"):
             for _ in range(1 + p.config.train.dynamic_rounds):
                 missing = count - sum(rollout.informative for rollout in rollouts)
                 if missing:
-                    rollouts += await self._sample(step, len(rollouts), missing, now)
+                    rollouts += await self._sample(missing, tasks)
         if said := self._same_rewards.see([reward for rollout in rollouts for reward in rollout.rewards]):
             p.history.event("warning", "rewards", said)
         return rollouts
@@ -200,14 +219,16 @@ class Loop:
             return sampled
         return sorted(sampled, key=lambda rollout: not rollout.informative)[:count]
 
-    async def _sample(self, step: int, first: int, count: int, now: float) -> list[Rollout]:
-        """Groups number `first` and on of a step, for the next tasks that the curriculum lets through."""
+    def _next_tasks(self, count: int, now: float) -> tuple[TaskRef, ...]:
+        """The next tasks that the curriculum lets through."""
         p = self.parts
         passed_over = self.curriculum.outside([spec.name for spec in p.manifest.environments])
-        refs = self.position.take(p.manifest, p.peer_id, count, now, passed_over)
-        seeds = [sampling_seed(p.config.node.seed, step, first + i) for i in range(count)]
+        return self.position.take(p.manifest, p.peer_id, count, now, passed_over)
+
+    async def _sample(self, count: int, tasks: Callable[[int], Sequence[Begun]]) -> list[Rollout]:
+        """`count` own groups, of tasks begun before and of `tasks`."""
         try:
-            rollouts = await sample(p.engine, p.bundle, p.scorer, p.config, refs, seeds, p.config.rollout.group_size)
+            rollouts = await self.own.take(count, tasks)
         except ScorerError as error:  # a machine out of breath, or of processes: the next step may go well
             raise StepSkipped(f"the scorer failed: {error}") from error
         for rollout in rollouts:
@@ -218,7 +239,7 @@ class Loop:
         """Hand own groups to the exchange, which never waits for the network."""
         p = self.parts
         for rollout in own:
-            group = to_group(rollout, epoch=self.position.epoch, bundle=p.bundle)
+            group = to_group(rollout, epoch=rollout.epoch, bundle=p.bundle)
             try:
                 p.exchange.publish(group)
             except (Rejected, StoreError) as refused:
@@ -373,6 +394,7 @@ class Loop:
             "sampler": self.parts.sampler.state(),
             "pass_rates": self.curriculum.state(),
             "foreign_share": self.foreign_share.state(),
+            "begun": self.own.rounds.state(),
         }
 
     def _restore(self, state: Mapping[str, Any]) -> None:
@@ -381,6 +403,7 @@ class Loop:
         self.curriculum.restore(state.get("pass_rates", {}))  # a checkpoint of Shoal 0.1 may have neither
         if "foreign_share" in state:
             self.foreign_share.restore(state["foreign_share"])
+        self._begun_before = state
 
     def _summary(
         self, sampled: Sequence[Rollout], own: Sequence[Rollout], foreign: Sequence[Rollout], seconds: float
@@ -404,6 +427,7 @@ class Loop:
             "unparsed": sum(not score.parsed for score in scores) / max(1, len(scores)),
             "truncated": sum(sample.finish == "length" for sample in samples) / max(1, len(samples)),
             "rollout_tokens": tokens,
+            "staleness": max((self.parts.trainer.step - sample.version for sample in samples), default=0),
             "tokens_per_second": tokens / rollout_seconds if rollout_seconds else 0.0,
             "prepare_seconds": seconds,
         }

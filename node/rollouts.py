@@ -1,6 +1,7 @@
 """Own and foreign rollouts in the one shape the update wants, and the way between them and the wire."""
 
 import hashlib
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -36,6 +37,8 @@ class Rollout:
     budget: int
     """Tokens that an answer may have."""
     behaviour_known: bool = True
+    epoch: int = -1
+    """In which an own one's task was this node's to practise."""
 
     @property
     def rewards(self) -> tuple[float, ...]:
@@ -60,6 +63,59 @@ async def prompts(
     return tasks, [render_prompt(bundle, task.messages) for task in tasks]
 
 
+async def requests_of(
+    bundle: ModelBundle,
+    scorer: Scorer,
+    config: Config,
+    refs: Sequence[TaskRef],
+    seeds: Sequence[int],
+    n: int,
+    numbers: Sequence[int],
+) -> list[PromptRequest]:
+    """What to ask an engine for `n` completions of each task; a key is the environment and the task's number."""
+    tasks, prompt_ids = await prompts(bundle, scorer, refs)
+    cap = config.rollout.max_new_tokens
+    return [
+        PromptRequest(
+            key=f"{ref.environment}/{number}",
+            prompt_ids=ids,
+            n=n,
+            max_new_tokens=min(cap, task.max_tokens) if cap else task.max_tokens,
+            temperature=config.rollout.temperature,
+            seed=seed,
+        )
+        for ref, task, ids, seed, number in zip(refs, tasks, prompt_ids, seeds, numbers, strict=True)
+    ]
+
+
+async def scored(
+    bundle: ModelBundle,
+    scorer: Scorer,
+    refs: Sequence[TaskRef],
+    sampled: Sequence[Sequence[Sample]],
+    prompt_ids: Sequence[tuple[int, ...]],
+    budgets: Sequence[int],
+    epochs: Sequence[int],
+) -> list[Rollout]:
+    """Own rollouts from what was sampled of each task. Raises ScorerError."""
+    texts = [[decode(bundle, sample.token_ids) for sample in samples] for samples in sampled]
+    flat = [(ref, text) for ref, group in zip(refs, texts, strict=True) for text in group]
+    scores = iter(await scorer.score(flat))
+    return [
+        Rollout(
+            origin="own",
+            ref=ref,
+            prompt_ids=prompt_ids[i],
+            samples=tuple(sampled[i]),
+            texts=tuple(texts[i]),
+            scores=tuple(itertools.islice(scores, len(sampled[i]))),
+            budget=budgets[i],
+            epoch=epochs[i],
+        )
+        for i, ref in enumerate(refs)
+    ]
+
+
 async def sample(
     engine: Engine,
     bundle: ModelBundle,
@@ -70,36 +126,17 @@ async def sample(
     n: int,
 ) -> list[Rollout]:
     """Sample and score `n` completions of each task; rollouts come back in the order of `refs`."""
-    tasks, prompt_ids = await prompts(bundle, scorer, refs)
-    cap = config.rollout.max_new_tokens
-    budgets = [min(cap, task.max_tokens) if cap else task.max_tokens for task in tasks]
-    requests = [
-        PromptRequest(
-            key=str(i),
-            prompt_ids=ids,
-            n=n,
-            max_new_tokens=budget,
-            temperature=config.rollout.temperature,
-            seed=seed,
-        )
-        for i, (budget, ids, seed) in enumerate(zip(budgets, prompt_ids, seeds, strict=True))
-    ]
-    sampled = {group.key: group.samples async for group in engine.generate(requests)}
-    texts = [[decode(bundle, sample.token_ids) for sample in sampled[str(i)]] for i in range(len(refs))]
-    flat = [(ref, text) for ref, group in zip(refs, texts, strict=True) for text in group]
-    scores = await scorer.score(flat)
-    return [
-        Rollout(
-            origin="own",
-            ref=ref,
-            prompt_ids=prompt_ids[i],
-            samples=sampled[str(i)],
-            texts=tuple(texts[i]),
-            scores=tuple(scores[i * n : (i + 1) * n]),
-            budget=budgets[i],
-        )
-        for i, ref in enumerate(refs)
-    ]
+    requests = await requests_of(bundle, scorer, config, refs, seeds, n, range(len(refs)))
+    groups = {group.key: group.samples async for group in engine.generate(requests)}
+    return await scored(
+        bundle,
+        scorer,
+        refs,
+        [groups[request.key] for request in requests],
+        [request.prompt_ids for request in requests],
+        [request.max_new_tokens for request in requests],
+        [-1] * len(refs),
+    )
 
 
 def to_group(rollout: Rollout, *, epoch: int, bundle: ModelBundle) -> RolloutGroup:
@@ -109,7 +146,7 @@ def to_group(rollout: Rollout, *, epoch: int, bundle: ModelBundle) -> RolloutGro
         task=rollout.ref,
         model=bundle.name[:64],
         tokenizer=bundle.fingerprint,
-        policy_version=rollout.samples[0].version,
+        policy_version=min(sample.version for sample in rollout.samples),
         completions=tuple(
             Completion(
                 turns=(Turn(role="assistant", text=text),),

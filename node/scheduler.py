@@ -168,6 +168,7 @@ class Scheduler:
                 if isinstance(outcome, Exception):
                     raise outcome
                 yield outcome
+                run.ready.task_done()
         finally:
             self._runs.remove(run)
             if watcher is not None:
@@ -304,6 +305,7 @@ class Scheduler:
                 else:
                     self._rest(lane, EngineFailed(f"it gave {group.key} back as it was; see its log"))
                 self._pump()
+                await run.ready.join()  # whoever stops because of this group does so before the engine goes on
             if flying:
                 raise RuntimeError(f"engine {lane.engine.name} left {len(flying)} requests unanswered")
         except EngineFailed as failure:

@@ -65,6 +65,8 @@ class Begun(msgspec.Struct, array_like=True, eq=False):
     """Left over from a short round (`tail`)."""
     prompt_ids: tuple[int, ...] = ()
     """Empty until it was sent to an engine."""
+    budget: int = 0
+    """Tokens that a sample may have; 0 until then."""
     since: int | None = None
     """Version that it was sent to the engine with, while it is in flight (`asynchronous`)."""
 
@@ -147,6 +149,10 @@ class Rounds:
             chosen = await self._work(self._working(count), count)
         self.begun = [one for one in self.begun if one not in chosen]
         return chosen
+
+    def put_back(self, taken: Sequence[Begun]) -> None:
+        """Of no use yet after all: they are the first for the next step."""
+        self.begun = [*taken, *self.begun]
 
     async def ahead(self) -> None:
         """Send off what is begun, so that it is sampled while the trainer works (`asynchronous`, else nothing)."""
@@ -236,7 +242,7 @@ class Rounds:
         keyed: dict[str, tuple[Begun, list[int]]] = {}
         requests = []
         for one, request in zip(tasks, whole, strict=True):
-            one.prompt_ids = request.prompt_ids
+            one.prompt_ids, one.budget = request.prompt_ids, request.max_new_tokens
             keyed[request.key] = one, one.open
             requests.append(_rest_of(request, one) if one.samples else request)
         groups = cast(AsyncGenerator[SampledGroup, None], self.engine.generate(requests, stop))

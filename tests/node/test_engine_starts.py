@@ -147,6 +147,19 @@ async def test_a_stop_before_the_start_costs_no_forward_pass(bundle: ModelBundle
     assert groups == {"a": (start, Sample((), (), "aborted", 0))}
 
 
+async def test_a_stop_because_of_a_group_takes_effect_at_that_very_token(bundle: ModelBundle) -> None:
+    engine = TransformersEngine(replace(bundle, stop_ids=frozenset()), Device())
+    requests = [ask("a", new=30), ask("b", (7, 8, 9), n=2, new=5), ask("c", (5, 6), n=2, new=9)]
+    stop = asyncio.Event()
+    lengths = {}
+    async for group in engine.generate(requests, stop):
+        lengths[group.key] = {len(sample.token_ids) for sample in group.samples}
+        await asyncio.sleep(0.02)  # the model does not use the time
+        if group.key == "b":
+            stop.set()
+    assert lengths == {"a": {5}, "b": {5}, "c": {5}}
+
+
 async def test_starts_that_cannot_go_on_are_refused(bundle: ModelBundle) -> None:
     engine = TransformersEngine(bundle, Device())
     start = Sample((4, 5), (-1.0, -2.0), "aborted", 2)

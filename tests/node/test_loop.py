@@ -292,7 +292,7 @@ async def test_a_scorer_that_fails_skips_the_step(
     async def fail(*arguments: object) -> None:
         raise ScorerError("out of breath")
 
-    monkeypatch.setattr("node.loop.sample", fail)
+    monkeypatch.setattr(loop.own, "take", fail)
     with pytest.raises(StepSkipped, match="the scorer failed: out of breath"):
         await loop._roll_out(1, 4)
 

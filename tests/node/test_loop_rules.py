@@ -12,6 +12,7 @@ from node.interfaces import Sample, Score
 from node.loop import Loop
 from node.progress import Progress
 from node.rollouts import Rollout
+from node.scheduling.rounds import Begun
 from node.selection import SAME_REWARDS_ALARM
 from protocol.manifest import embedded_manifest
 from protocol.rollout import TaskRef
@@ -31,21 +32,19 @@ def make_loop(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Loop]:
         asked: list[tuple[tuple[TaskRef, ...], list[int]]] = []
         sampled = 0
 
-        async def sample(
-            engine: Any, bundle: Any, scorer: Any, config: Any, refs: tuple[TaskRef, ...], seeds: list[int], n: int
-        ) -> Sequence[Rollout]:
+        async def take(count: int, tasks: Callable[[int], Sequence[Begun]]) -> list[Rollout]:
             nonlocal sampled
-            asked.append((refs, seeds))
+            begun = tasks(count)
+            asked.append((tuple(one.ref for one in begun), [one.seed for one in begun]))
             rollouts = []
-            for ref in refs:
+            for one in begun:
                 rewards = (1.0, 0.0) if good(sampled) else (0.0, 0.0)
                 sampled += 1
                 samples = (Sample((1,), (-1.0,), "stop", 0),) * 2
                 scores = tuple(Score(reward, True) for reward in rewards)
-                rollouts.append(Rollout("own", ref, (1,), samples, ("a", "b"), scores, budget=8))
+                rollouts.append(Rollout("own", one.ref, (1,), samples, ("a", "b"), scores, budget=8))
             return rollouts
 
-        monkeypatch.setattr("node.loop.sample", sample)
         swarm = {"foreign_adaptive": train.pop("foreign_adaptive", False)}
         parts: Any = SimpleNamespace(
             config=Config.model_validate({"train": train, "swarm": swarm}),
@@ -60,6 +59,7 @@ def make_loop(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Loop]:
             clock=time.time,
         )
         loop = Loop(parts)
+        monkeypatch.setattr(loop.own, "take", take)
         loop.parts.asked = asked  # type: ignore[attr-defined]
         return loop
 

@@ -64,6 +64,7 @@ def life(tmp_path: Path) -> Iterator[Callable[..., Loop]]:
         parts: Any = SimpleNamespace(
             config=Config(train=TrainConfig(**train)),
             bundle=None,
+            scorer=None,
             device=device,
             engine=FakeEngine(),
             trainer=trainer,

@@ -29,6 +29,21 @@ from swarm.experience import ADMITTED, ExperienceStore, GroupRecord
 
 STEPS = 6
 DEADLINE = 180.0
+SEVERAL = """advantage = "gae"
+gae_lambda = 0.9
+passes = 2
+mini_batches = 2
+kl_coefficient = 0.05
+kl_in = "reward"
+dynamic_rounds = 2
+curriculum_low = 0.05
+"""
+"""Everything that an update and the choice of tasks remember: a critic, old log-probabilities, pass rates."""
+PARTIAL = """policy = "partial"
+over_provision = 2.0
+max_staleness = 2
+"""
+"""Unfinished answers that go on under the next weights."""
 
 
 def foreign_groups(home: Home, manifest: Manifest, count: int) -> None:
@@ -71,8 +86,14 @@ def foreign_groups(home: Home, manifest: Manifest, count: int) -> None:
     store.close()
 
 
-@pytest.fixture
-def prepared(tmp_path: Path, tiny_model: Callable[..., Path], evenness: EnvironmentSpec) -> Home:
+@pytest.fixture(params=[("", ""), ("", SEVERAL), (PARTIAL, "")], ids=["plain", "several", "partial"])
+def prepared(
+    request: pytest.FixtureRequest, tmp_path: Path, tiny_model: Callable[..., Path], evenness: EnvironmentSpec
+) -> Home:
+    rollout, train = request.param
+    if rollout:  # budgets that differ, so that some answers are unfinished when others are done
+        environment = tmp_path / "site" / "evenness.py"
+        environment.write_text(environment.read_text().replace(", 8)", ", 4 + 3 * (index % 5))"))
     home = Home(tmp_path / "first")
     home.init()
     manifest = make_manifest("resume", time.time() - 60, (evenness,), epoch_seconds=86400)
@@ -87,9 +108,9 @@ path = "{tiny_model("llama", ascii_only=True)}"
 dtype = "float32"
 [rollout]
 group_size = 4
-[train]
+{rollout}[train]
 learning_rate = 1e-3
-[swarm]
+{train}[swarm]
 own_groups = 3
 foreign_groups = 3
 [network]
@@ -138,14 +159,15 @@ def kill_at(home: Home, step: int) -> None:
 
 
 def weights(home: Home) -> dict[str, bytes]:
-    tensors = load_file(home.checkpoints / f"step-{STEPS}" / "model.safetensors")
-    moments = load_file(home.checkpoints / f"step-{STEPS}" / "exp_avg.safetensors")
-    return {name: t.numpy().tobytes() for part in (tensors, moments) for name, t in part.items()}
+    kept = home.checkpoints / f"step-{STEPS}"
+    names = [name for name in ("model", "exp_avg", "critic") if (kept / f"{name}.safetensors").exists()]
+    tensors = {(file, name): t for file in names for name, t in load_file(kept / f"{file}.safetensors").items()}
+    return {f"{file}/{name}": t.numpy().tobytes() for (file, name), t in tensors.items()}
 
 
 def records(home: Home) -> list[dict[str, object]]:
     history = History(home.database, time.time)
-    kept = ("step", "reward", "own_groups", "foreign_groups", "loss", "grad_norm")
+    kept = ("step", "reward", "own_groups", "foreign_groups", "loss", "grad_norm", "staleness")
     found = [{name: step[name] for name in kept} for step in history.steps(0, 100)]
     history.close()
     return found
@@ -164,5 +186,7 @@ def test_killed_runs_end_with_the_same_weights(prepared: Home, tmp_path: Path) -
 
     assert [record["step"] for record in records(prepared)] == list(range(1, STEPS + 1))
     assert any(record["foreign_groups"] for record in records(prepared))
+    partial = "policy" in prepared.config_path.read_text()
+    assert any(record["staleness"] for record in records(prepared)) == partial
     assert records(killed) == records(prepared)
     assert weights(killed) == weights(prepared)

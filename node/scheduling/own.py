@@ -1,0 +1,92 @@
+"""The node's own rollouts: tasks begun as the policy wants, sampled by the engine, scored."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from node.config import Config, RolloutConfig
+from node.interfaces import Engine, PromptRequest
+from node.models import ModelBundle
+from node.rollouts import Rollout, requests_of, scored
+from node.scheduler import Dispatch, Scheduler
+from node.scheduling.rounds import Begun, Plan, Rounds
+from node.scorer import Scorer, ScorerError
+
+
+class PolicyError(ValueError):
+    """A setting of rollout.* cannot be had with this engine; the message says which ones can."""
+
+
+def plan_of(config: RolloutConfig) -> Plan:
+    return Plan(config.policy, config.over_provision, config.max_staleness, config.window)
+
+
+def schedule(config: RolloutConfig, engines: Sequence[Engine]) -> Scheduler:
+    """The scheduler over a node's engines. Raises PolicyError for settings that these engines cannot do."""
+    transformers = any(engine.name == "transformers" for engine in engines)
+    if config.policy == "asynchronous" and not all(getattr(engine, "overlaps", False) for engine in engines):
+        raise PolicyError(
+            "rollout.policy asynchronous needs an engine that samples while the trainer works: vllm, not asleep "
+            "meanwhile (engine.sleep); with this one set rollout.policy to synchronous, partial or tail"
+        )
+    if config.dispatch != "whole" and transformers:
+        raise PolicyError(
+            f"rollout.dispatch {config.dispatch} needs an engine that takes requests at any time: vllm; with "
+            "transformers, which decodes all of a step together, set rollout.dispatch to whole"
+        )
+    if config.dispatch == "whole":
+        return Scheduler(engines)
+    return Scheduler(engines, Dispatch(config.dispatch, config.concurrency, config.chunk_tokens, config.kv_tokens))
+
+
+class OwnRollouts:
+    """What a node samples for its steps. Used from the loop's task."""
+
+    def __init__(self, engine: Engine, bundle: ModelBundle, scorer: Scorer, config: Config) -> None:
+        self.bundle, self.scorer, self.config = bundle, scorer, config
+        self.rounds = Rounds(engine, plan_of(config.rollout), self._prepare)
+
+    async def take(self, count: int, tasks: Callable[[int], Sequence[Begun]]) -> list[Rollout]:
+        """`count` scored groups, in the order they were begun; `tasks` are the next ones to begin.
+
+        Raises ScorerError, and what the engine raises; what was begun then stays for the next call.
+        """
+        rounds = self.rounds
+        rounds.begin(tasks(rounds.missing(count)))
+        taken = await rounds.take(count)
+        if rounds.plan.policy == "asynchronous":
+            rounds.begin(tasks(rounds.missing(count)))
+            await rounds.ahead()
+        try:
+            return await scored(
+                self.bundle,
+                self.scorer,
+                [one.ref for one in taken],
+                [one.samples for one in taken],
+                [one.prompt_ids for one in taken],
+                [one.budget for one in taken],
+                [one.epoch for one in taken],
+            )
+        except ScorerError:
+            rounds.put_back(taken)
+            raise
+
+    async def _prepare(self, tasks: Sequence[Begun]) -> list[PromptRequest]:
+        return await requests_of(
+            self.bundle,
+            self.scorer,
+            self.config,
+            [one.ref for one in tasks],
+            [one.seed for one in tasks],
+            self.config.rollout.group_size,
+            [one.place for one in tasks],
+        )
+
+    def restore(self, state: Mapping[str, Any]) -> str:
+        """Go on with what a saved state had begun; says in words what that is, empty when it is nothing."""
+        self.rounds.restore(state.get("begun", ()))
+        begun = self.rounds.begun
+        if not begun:
+            return ""
+        anew = sum(not one.samples for one in begun)
+        tokens = sum(one.tokens for one in begun)
+        return f"goes on with {len(begun)} groups of the steps before ({tokens} tokens kept, {anew} begun anew)"

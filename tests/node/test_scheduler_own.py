@@ -1,0 +1,119 @@
+"""A node's own rollouts: from tasks to scored groups, with a real engine and a scorer that can be out of breath."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from node.config import Config
+from node.device import Device
+from node.engines.transformers import TransformersEngine
+from node.interfaces import Message, Score, Task
+from node.models import load_model
+from node.rollouts import to_group
+from node.scheduling.own import OwnRollouts, PolicyError, schedule
+from node.scheduling.rounds import Begun
+from node.scorer import ScorerError
+from protocol.rollout import TaskRef
+
+
+class FakeScorer:
+    """Tasks with budgets that differ; answers are worth their length."""
+
+    def __init__(self) -> None:
+        self.breathless = False
+
+    async def tasks(self, refs: Sequence[TaskRef]) -> list[Task]:
+        return [Task((Message("user", str(ref.index)),), 3 + 9 * (ref.index % 2)) for ref in refs]
+
+    async def score(self, answers: Sequence[tuple[TaskRef, str]]) -> list[Score]:
+        if self.breathless:
+            raise ScorerError("out of breath")
+        return [Score(float(len(text)), True) for _, text in answers]
+
+
+@pytest.fixture
+def own(tiny_model: Callable[..., Path], tmp_path: Path) -> OwnRollouts:
+    torch.set_num_threads(1)
+    bundle = load_model(str(tiny_model("llama", ascii_only=True)), device="cpu", dtype="float32", models=tmp_path)
+    config = Config.model_validate(
+        {"rollout": {"policy": "partial", "over_provision": 2.0, "max_staleness": 2, "group_size": 2}}
+    )
+    engine = schedule(config.rollout, [TransformersEngine(bundle, Device())])
+    scorer: Any = FakeScorer()
+    return OwnRollouts(engine, bundle, scorer, config)
+
+
+class Tasks:
+    """The tasks of an epoch in order."""
+
+    def __init__(self) -> None:
+        self.given = 0
+
+    def __call__(self, count: int) -> list[Begun]:
+        first, self.given = self.given, self.given + count
+        return [Begun(TaskRef("e", "1", 0, i), epoch=i // 4, seed=i) for i in range(first, self.given)]
+
+
+async def test_unfinished_groups_go_on_in_the_next_step_and_are_published_as_old_as_they_are(own: OwnRollouts) -> None:
+    tasks = Tasks()
+    first = await own.take(2, tasks)
+    assert [rollout.ref.index for rollout in first] == [0, 2]  # budgets of 3, not of 12
+    assert [(one.ref.index, one.tokens > 0) for one in own.rounds.begun] == [(1, True), (3, True)]
+    await own.rounds.engine.update_weights(1)
+    rest = await own.take(2, tasks)
+    await own.rounds.engine.update_weights(2)
+    rest += await own.take(2, tasks)
+    assert tasks.given == 8
+    assert {1, 3} <= {rollout.ref.index for rollout in rest}
+    for rollout in first + rest:
+        assert rollout.epoch == rollout.ref.index // 4
+        assert rollout.budget == 3 + 9 * (rollout.ref.index % 2)
+        assert rollout.rewards == tuple(float(len(text)) for text in rollout.texts)
+        assert all(len(sample.logprobs) == len(sample.token_ids) for sample in rollout.samples)
+        assert {sample.finish for sample in rollout.samples} <= {"stop", "length"}
+    (one,) = (rollout for rollout in rest if rollout.ref.index == 1)
+    assert to_group(one, epoch=one.epoch, bundle=own.bundle).policy_version == 0
+    (crossed,) = {sample.spans[0] for sample in one.samples}
+    assert crossed[0] == 0
+
+
+async def test_groups_that_could_not_be_scored_are_the_first_of_the_next_step(own: OwnRollouts) -> None:
+    tasks = Tasks()
+    scorer: Any = own.scorer
+    scorer.breathless = True
+    with pytest.raises(ScorerError):
+        await own.take(2, tasks)
+    scorer.breathless = False
+    rollouts = await own.take(2, tasks)
+    assert [rollout.ref.index for rollout in rollouts] == [0, 2]
+    assert tasks.given == 4
+
+
+async def test_what_is_kept_over_a_restart_is_said(own: OwnRollouts) -> None:
+    assert own.restore({}) == ""
+    await own.take(2, Tasks())
+    tokens = sum(one.tokens for one in own.rounds.begun)
+    state = {"begun": own.rounds.state()}
+    assert own.restore(state) == f"goes on with 2 groups of the steps before ({tokens} tokens kept, 0 begun anew)"
+
+
+def test_policies_that_an_engine_cannot_do_are_refused() -> None:
+    transformers: Any = SimpleNamespace(name="transformers", version=0)
+    vllm: Any = SimpleNamespace(name="vllm", version=0, overlaps=True)
+    asleep: Any = SimpleNamespace(name="vllm", version=0, overlaps=False)
+
+    def rollout(**settings: Any) -> Any:
+        return Config.model_validate({"rollout": settings}).rollout
+
+    for engine in (transformers, asleep):
+        with pytest.raises(PolicyError, match=r"set rollout\.policy to synchronous, partial or tail"):
+            schedule(rollout(policy="asynchronous"), [engine])
+    with pytest.raises(PolicyError, match=r"set rollout\.dispatch to whole"):
+        schedule(rollout(dispatch="divided"), [transformers])
+    made = schedule(rollout(dispatch="divided", chunk_tokens=128, policy="asynchronous"), [vllm, vllm])
+    assert (made.name, made.dispatch.by, made.dispatch.chunk_tokens) == ("2 x vllm", "divided", 128)
+    assert schedule(rollout(), [transformers]).dispatch.concurrency == 0
