@@ -216,8 +216,14 @@ def replayed(routing: Routing | None, micro: MicroBatch, packed: Packed) -> Iter
 # -- vLLM ----------------------------------------------------------------------------------------------------
 
 
-def from_vllm(text: str, routing: Routing) -> bytes:
-    """Choices of prompt and sampled tokens, as a `Sample` has them, from `routed_experts` of a vLLM choice.
+def longest_field(routing: Routing, tokens: int) -> int:
+    """Bytes that `routed_experts` takes at most: the group's bound, times the layers that have no router, in base64."""
+    layers = routing.layers[-1] + 1
+    return 2 * min(MAX_GROUP_BYTES, tokens * routing.token_bytes) * layers // len(routing.layers)
+
+
+def from_vllm(text: str, routing: Routing, tokens: int) -> bytes:
+    """Choices of at most `tokens` tokens of prompt and sample, from `routed_experts` of a vLLM choice.
 
     vLLM (server flag `--enable-return-routed-experts`) sends base64 of a .npy array [tokens - 1, layers, k]: prompt and
     sampled tokens but the last, and all layers, those without a router as zeros. Raises RoutingError.
@@ -232,4 +238,10 @@ def from_vllm(text: str, routing: Routing) -> bytes:
             f"routed_experts of the vLLM server has shape {values.shape}, but the model has {wanted[0]} layers or more "
             f"and {wanted[1]} experts a token and layer; serve the same model"
         )
-    return values[:, list(routing.layers)].astype(routing.dtype).tobytes()
+    chosen = values[:, list(routing.layers)]
+    if len(chosen) > tokens or (len(chosen) and not 0 <= int(chosen.min()) <= int(chosen.max()) < routing.experts):
+        raise RoutingError(
+            f"routed_experts of the vLLM server covers {len(chosen)} tokens of {tokens} with experts up to "
+            f"{int(chosen.max(initial=0))} of {routing.experts}; serve the same model"
+        )
+    return chosen.astype(routing.dtype).tobytes()

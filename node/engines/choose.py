@@ -11,13 +11,14 @@ from node.config import Config
 from node.device import Device
 from node.engines.transformers import TransformersEngine
 from node.engines.vllm import VllmEngine
-from node.engines.vllm_client import Address, VllmClient
+from node.engines.vllm_client import LINE_BYTES, Address, VllmClient
 from node.engines.vllm_probe import EngineSetupError
 from node.engines.vllm_server import ServerPlan, VllmServer
 from node.engines.vllm_transfer import FileTransfer, NcclTransfer
 from node.engines.vllm_weights import WeightFiles
 from node.hardware import Machine, Setup, gpu_share, sleeps
 from node.models import ModelBundle
+from node.routing import longest_field
 from node.training.files import save_model
 
 UNTIED = '{"tie_word_embeddings": false}'
@@ -35,9 +36,10 @@ def make_engine(
 ) -> TransformersEngine | VllmEngine:
     """The engine, not started yet. `say` is told what it waits for. Raises EngineSetupError."""
     machine, choice = setup.machine, setup.choice
+    if config.train.routing_replay == "off":
+        bundle = dataclasses.replace(bundle, routing=None)
     if choice.name == "transformers":
-        replay = config.train.routing_replay != "off"
-        return TransformersEngine(bundle if replay else dataclasses.replace(bundle, routing=None), device)
+        return TransformersEngine(bundle, device)
     engine, sleep = config.engine, sleeps(config, choice, machine)
     if engine.transfer == "nccl" and (choice.shared_gpu or not machine.gpus):
         raise EngineSetupError(
@@ -56,7 +58,8 @@ def make_engine(
     root = Path(engine.weights_dir).expanduser().absolute() / peer_id[-12:] if engine.weights_dir else home / "weights"
     files = WeightFiles(root, functools.partial(export_weights, bundle, untied=unties(bundle, machine)))
     transfer = NcclTransfer(files, device, bundle) if engine.transfer == "nccl" else FileTransfer(files, device)
-    client = VllmClient(server.address if server is not None else Address(engine.url))
+    address = server.address if server is not None else Address(engine.url)
+    client = VllmClient(address, LINE_BYTES + (longest_field(bundle.routing, bundle.context) if bundle.routing else 0))
     made = VllmEngine(client, bundle, device, transfer, engine, server=server, sleep=sleep, say=say)
     device.make_room = made.rest
     return made
@@ -104,6 +107,8 @@ def server_plan(
             arguments.append(f"--tensor-parallel-size={len(engine.gpus.split(','))}")
         if sleep:
             arguments.append("--enable-sleep-mode")
+        if bundle.routing is not None:
+            arguments.append("--enable-return-routed-experts")
         if engine.transfer == "nccl":
             arguments.append('--weight-transfer-config={"backend":"nccl"}')
     else:

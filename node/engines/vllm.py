@@ -25,6 +25,7 @@ from node.engines.vllm_server import VllmServer
 from node.engines.vllm_weights import WeightFilesError
 from node.interfaces import FinishReason, PromptRequest, Sample, SampledGroup
 from node.models import ModelBundle
+from node.routing import RoutingError, fits, from_vllm
 from node.scheduler import derived_seed
 
 log = logging.getLogger(__name__)
@@ -68,11 +69,13 @@ class _Stream:
     """(token, version): from this token on it was sampled by this version, as far as this side can tell."""
     told: tuple[tuple[int, int], ...] = ()
     """(version, tokens), as the server told at the end."""
+    experts: bytes = b""
+    """Of the prompt and all tokens (node/routing.py), as the server told at the end."""
 
     def sample(self, version: int) -> Sample:
         """What there is of it; `version` for one without tokens."""
         spans = self.told or self._by_marks()
-        return continued(self.start, self.token_ids, self.logprobs, self.finish, version, spans)
+        return continued(self.start, self.token_ids, self.logprobs, self.finish, version, spans, self.experts)
 
     def _by_marks(self) -> tuple[tuple[int, int], ...]:
         if not self.marks:
@@ -133,6 +136,7 @@ class VllmEngine:
         """Held while the server is started, loaded, woken or put to sleep."""
         self._open: set[_Stream] = set()
         self._slots = asyncio.Semaphore(config.concurrency)
+        self._told_unrouted = False
         self._heard = 0.0
         """When the last token came, on the loop's clock."""
 
@@ -416,6 +420,7 @@ class VllmEngine:
         stream.logprobs += piece.logprobs
         if piece.finish is None:
             return
+        self._take_experts(stream, piece.routed)
         stream.finish = "aborted" if piece.finish == "abort" else piece.finish
         if stream.finish == "stop" and stream.token_ids[-1] not in self.bundle.stop_ids:
             raise EngineSetupError(
@@ -428,6 +433,24 @@ class VllmEngine:
                 "give each node an engine of its own"
             )
         stream.told = tuple((self._versions[named], count) for named, count in piece.spans)
+
+    def _take_experts(self, stream: _Stream, routed: str) -> None:
+        routing = self.bundle.routing
+        if routing is None or not fits(routing, stream.request):
+            return
+        if routed:
+            had = len(stream.start.token_ids) if stream.start else 0
+            tokens = len(stream.request.prompt_ids) + had + len(stream.token_ids)
+            try:
+                stream.experts = from_vllm(routed, routing, tokens)
+            except RoutingError as error:
+                raise EngineSetupError(f"the vLLM server at {self.client.address}: {error}") from error
+        elif not self._told_unrouted:
+            self._told_unrouted = True
+            log.warning(
+                "the vLLM server does not tell which experts it chose, so the update chooses them anew; "
+                "start it with --enable-return-routed-experts, or set train.routing_replay to off"
+            )
 
     async def _stop(
         self,

@@ -65,13 +65,15 @@ class Piece:
     finish: Literal["stop", "length", "abort"] | None
     spans: tuple[tuple[str, int], ...] = ()
     """(name of weights, tokens) of the whole sample, with the last message of a server that tells."""
+    routed: str = ""
+    """`routed_experts` of prompt and sample, with the last message of a server that was started with the flag."""
 
 
 class VllmClient:
     """HTTP to one server. Raises ServerGone and ServerRefused from every call."""
 
-    def __init__(self, address: Address) -> None:
-        self.address = address
+    def __init__(self, address: Address, line_bytes: int = LINE_BYTES) -> None:
+        self.address, self.line_bytes = address, line_bytes
         self.versions_told = True
         """Whether rollouts come from /inference/v1/generate."""
         self._session: aiohttp.ClientSession | None = None
@@ -155,7 +157,7 @@ class VllmClient:
                 if self.address.socket
                 else aiohttp.TCPConnector(limit=0)
             )
-            self._session = aiohttp.ClientSession(connector=connector, read_bufsize=LINE_BYTES, trust_env=False)
+            self._session = aiohttp.ClientSession(connector=connector, read_bufsize=self.line_bytes, trust_env=False)
         return self._session
 
     def _url(self, path: str) -> str:
@@ -233,6 +235,7 @@ def generate_piece(choice: Mapping[str, Any]) -> Piece:
         _sane(entry["logprob"] for entry in told),
         choice["finish_reason"],
         tuple((span["version"], span["end"] - span["start"]) for span in spans),
+        choice.get("routed_experts") or "",
     )
 
 

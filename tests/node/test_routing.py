@@ -274,12 +274,16 @@ def test_the_field_of_vllm() -> None:
     """All layers are in it; those of the routers are taken."""
     routing = Routing((1, 3), 8, 2)
     values = np.random.default_rng(0).integers(0, 8, (5, 5, 2)).astype(np.int32)
-    assert from_vllm(as_vllm(values), routing) == values[:, [1, 3]].astype(np.uint8).tobytes()
+    assert from_vllm(as_vllm(values), routing, 5) == values[:, [1, 3]].astype(np.uint8).tobytes()
+    with pytest.raises(RoutingError, match="covers 5 tokens of 4 with experts up to"):
+        from_vllm(as_vllm(values), routing, 4)
+    with pytest.raises(RoutingError, match=r"covers 5 tokens of 9 with experts up to \d+ of 8"):
+        from_vllm(as_vllm(values + 2), routing, 9)
     with pytest.raises(RoutingError, match=r"has shape \(5, 3, 2\), but the model has 4 layers or more and 2 experts"):
-        from_vllm(as_vllm(values[:, :3]), routing)
+        from_vllm(as_vllm(values[:, :3]), routing, 5)
     with pytest.raises(RoutingError, match="cannot be read"):
-        from_vllm("no base64!", routing)
+        from_vllm("no base64!", routing, 5)
     file = io.BytesIO()
     np.save(file, np.array([{}], dtype=object), allow_pickle=True)
     with pytest.raises(RoutingError, match="cannot be read"):
-        from_vllm(base64.b64encode(file.getvalue()).decode(), routing)
+        from_vllm(base64.b64encode(file.getvalue()).decode(), routing, 5)

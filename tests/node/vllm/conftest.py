@@ -5,12 +5,15 @@ was asked, and fails on demand.
 """
 
 import asyncio
+import base64
+import io
 import json
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from aiohttp import web
@@ -56,6 +59,8 @@ class FakeVllm:
         """Open now."""
         self.sent = 0
         self.url = ""
+        self.layers = 0
+        """Of which it tells the experts: (token + layer) % 8 and the next one."""
 
     # -- control -----------------------------------------------------------------------------------------------
 
@@ -182,12 +187,21 @@ class FakeVllm:
                     "logprobs": {"content": content},
                     "finish_reason": finish,
                     "weight_versions": versions if finish else None,
+                    "routed_experts": self._experts(len(body["token_ids"]) + versions[-1]["end"]) if finish else None,
                 }
                 await response.write(f"data: {json.dumps({'choices': [choice]})}\n\n".encode())
             await response.write(b"data: [DONE]\n\n")
         finally:
             self.streams -= 1
         return response
+
+    def _experts(self, tokens: int) -> str | None:
+        if not self.layers:
+            return None
+        first = np.add.outer(np.arange(tokens - 1), np.arange(self.layers))
+        file = io.BytesIO()
+        np.save(file, (np.stack([first, first + 1], -1) % 8).astype(np.uint8))
+        return base64.b64encode(file.getvalue()).decode()
 
     async def _completions(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()

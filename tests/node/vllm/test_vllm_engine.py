@@ -12,6 +12,7 @@ from node.engines.requests import RequestTooLong
 from node.engines.vllm import VllmEngine
 from node.engines.vllm_probe import EngineSetupError
 from node.interfaces import PromptRequest, Sample, SampledGroup
+from node.routing import Routing
 from node.scheduler import Scheduler, derived_seed
 
 Make = Callable[..., Any]
@@ -75,6 +76,27 @@ async def test_what_a_server_is_asked(make: Make, fake: Any, bundle: Any) -> Non
     }
     assert by_length[0]["sampling_params"]["seed"] != sampling["seed"]
     assert {body["cache_salt"] for body in fake.bodies} == {fake.label}
+
+
+async def test_the_experts_that_a_server_tells_come_with_the_samples(
+    make: Make, fake: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Those of the layers with experts, for the prompt and all tokens but the last; a start keeps its own."""
+    made = make()
+    made.engine.bundle = replace(made.engine.bundle, routing=Routing((1, 2), 8, 2))
+    await made.engine.start()
+    await collect(made.engine, ask(n=1))
+    assert "start it with --enable-return-routed-experts" in caplog.text
+    fake.layers = 3
+    start = Sample((20, 21), (-0.5, -0.25), "aborted", 0, experts=bytes(4 * (len(PROMPT) + 1)))
+    groups = await collect(made.engine, ask(n=2, new=5, starts=(start,)))
+    continued, fresh = groups["a"].samples
+    expected = b"".join(bytes(i % 8 for i in (at + 1, at + 2, at + 2, at + 3)) for at in range(len(PROMPT) + 4))
+    assert fresh.experts == expected
+    assert continued.experts == start.experts + expected[len(start.experts) :]
+    fake.layers = 1
+    with pytest.raises(EngineSetupError, match=r"has shape \(\d+, 1, 2\), but the model has 3 layers or more"):
+        await collect(made.engine, ask(n=1))
 
 
 async def test_a_start_goes_on_with_its_own_tokens(make: Make) -> None:
