@@ -49,6 +49,8 @@ def set_key(session: Session, key: str, value: str) -> None:
         emit({"key": key, "value": shown, "file": str(home.config_path)})
         return
     click.echo(f"{key} = {cell(shown)} in {home.config_path}")
+    if home.daemon() is not None:
+        click.echo("shoal: the running daemon goes on with what it had ; shoal down, then shoal up", err=True)
     source = session.settings(home).sources[key]
     if source != "config.toml":
         click.echo(f"shoal: {source} overrides it ; unset that for the file to count", err=True)

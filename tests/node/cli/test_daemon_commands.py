@@ -105,6 +105,13 @@ def test_pause_resume_and_down(run: Run, home: Home, daemon: Any) -> None:
     assert run("--home", home.path, "down").exit_code == 3
 
 
+def test_a_setting_that_a_running_daemon_does_not_take_up_is_said(run: Run, home: Home, daemon: Any) -> None:
+    result = run("--home", home.path, "config", "set", "eval.every", "5")
+    assert result.stderr == "shoal: the running daemon goes on with what it had ; shoal down, then shoal up\n"
+    daemon.stop()
+    assert run("--home", home.path, "config", "set", "eval.every", "6").stderr == ""
+
+
 def test_open_prints_and_opens_a_one_time_link(
     run: Run, home: Home, daemon: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
