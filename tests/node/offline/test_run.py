@@ -159,7 +159,7 @@ class TestWithTrl:
         assert recovery.directory is not None
         assert json.loads((recovery.directory / "trainer.json").read_text()) == {"step": 1, "updates": 0}
         history = History(swarm.database, time.time)
-        assert [(e["step"], e["mean"]) for e in history.evaluations()] == [(1, 0.5)]
+        assert [(e["step"], e["mean"]) for e in history.evaluations(-1, 10)] == [(1, 0.5)]
         (said,) = [e["message"] for e in history.events(None, 100) if e["kind"] == "offline"]
         assert said == "sft on 24 examples is step 1; held-out 0.250 -> 0.500; the optimizer starts anew"
         history.close()
