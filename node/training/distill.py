@@ -7,6 +7,7 @@ gradient on sampled tokens: Agarwal et al., arXiv 2306.13649 (GKD, on-policy, re
 Log-probabilities of the teacher go into the batch before it is journalled: a step is repeated without the teacher.
 """
 
+import functools
 import math
 from collections.abc import Sequence
 
@@ -15,10 +16,14 @@ import torch
 from torch import Tensor
 
 from node.algorithms.losses import MAX_LOG_RATIO, log_ratio
+from node.config import Config
 from node.device import Device
+from node.engines.vllm_client import Address, VllmClient
+from node.home import models_dir
 from node.interfaces import Teacher, TeacherError, TrainGroup
-from node.models import ModelBundle
+from node.models import ModelBundle, load_model
 from node.training.forward import sequence_logprobs, states
+from node.training.teacher_vllm import VllmTeacher
 
 
 def reverse_kl(logprobs: Tensor, old: Tensor, teacher: Tensor) -> Tensor:
@@ -66,6 +71,20 @@ def _with(group: TrainGroup, logprobs: Sequence[tuple[float, ...]]) -> TrainGrou
             raise TeacherError(f"the teacher gave {len(values)} log-probabilities of {len(sequence.token_ids)} tokens")
         sequences.append(msgspec.structs.replace(sequence, teacher_logprobs=values))
     return msgspec.structs.replace(group, sequences=tuple(sequences))
+
+
+async def load_teacher(config: Config, policy: ModelBundle, device: Device) -> Teacher | None:
+    """The teacher of `train.distill_teacher`, None without one. Raises TeacherError, ModelError."""
+    path = config.train.distill_teacher
+    if not path:
+        return None
+    if path.startswith(("http://", "https://")):
+        remote = VllmTeacher(VllmClient(Address(path)), policy, seconds=config.limits.stage_seconds)
+        await remote.check()
+        return remote
+    kind = str(policy.model.dtype).removeprefix("torch.")
+    load = functools.partial(load_model, path, device=str(policy.model.device), dtype=kind, models=models_dir())
+    return LocalTeacher(await device.run(load), policy, device, config.train.tokens_per_micro_batch)
 
 
 class LocalTeacher:
