@@ -23,3 +23,30 @@ def prepare(session: Session) -> None:
         emit({"model": str(directory)})
     else:
         click.echo(str(directory))
+
+
+@model.command()
+@click.argument("directory", type=click.Path(file_okay=False))
+@click.option("--untied", is_flag=True, help="write the output layer apart: for a vLLM server on a CPU")
+@with_session
+def export(session: Session, directory: str, untied: bool) -> None:
+    """Write the node's model (model.path) into DIRECTORY, for a vLLM server to start with."""
+    from pathlib import Path
+
+    from node.cli.output import emit
+    from node.engines.choose import export_weights
+    from node.home import models_dir
+    from node.models import load_model
+
+    settings = session.settings(session.home()).config.model
+    bundle = load_model(settings.path, device="cpu", dtype="bfloat16", models=models_dir())
+    target = Path(directory)
+    target.mkdir(parents=True, exist_ok=True)
+    export_weights(bundle, target, untied=untied)
+    # the server may run as another user
+    for file in target.iterdir():
+        file.chmod(0o644)
+    if session.as_json:
+        emit({"model": str(target)})
+    else:
+        click.echo(str(target))

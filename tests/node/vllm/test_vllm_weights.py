@@ -1,11 +1,14 @@
 """Directories of weights: whole, checked, and no more of them than needed."""
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
+from click.testing import CliRunner
 from safetensors.torch import load_file
 
+from node.cli.app import shoal
 from node.engines.choose import export_weights
 from node.engines.vllm_weights import WeightFiles, WeightFilesError
 from node.models import ModelBundle
@@ -69,3 +72,15 @@ def test_the_output_layer_is_written_apart_where_a_server_needs_it(bundle: Model
         torch.testing.assert_close(weights["model.embed_tokens.weight"], bundle.model.get_input_embeddings().weight)
     torch.testing.assert_close(weights["lm_head.weight"], weights["model.embed_tokens.weight"])
     assert (directory / "tokenizer.json").is_file()
+
+
+def test_a_model_for_a_server_elsewhere(bundle: ModelBundle, tmp_path: Path, no_variables: None) -> None:
+    """`shoal model export` writes what such a server starts with; no home is needed."""
+    target = tmp_path / "model"
+    words = ["--home", str(tmp_path / "none"), "--set", f"model.path={bundle.directory}"]
+    done = CliRunner().invoke(shoal, [*words, "model", "export", str(target), "--untied", "--json"])
+    assert done.exit_code == 0, done.output
+    assert json.loads(done.output) == {"model": str(target)}
+    assert "lm_head.weight" in load_file(target / "model.safetensors")
+    assert (target / "tokenizer_config.json").stat().st_mode & 0o777 == 0o644
+    assert not (tmp_path / "none").exists()
