@@ -224,6 +224,7 @@ class Daemon:
                 self.device,
                 await self._check_prompts(parts),
                 dtypes=[str(parts.bundle.model.dtype).removeprefix("torch."), *computes_in],
+                routing=parts.bundle.routing,
             )
         await self.loop.run(steps)
         await self.loop.checkpoint()

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 from node.batching import micro_batches, pack
 from node.config import TrainConfig
 from node.device import Device
+from node.engines.agreement import AgreementError, check_agreement
 from node.engines.transformers import TransformersEngine
 from node.interfaces import Batch, PromptRequest, Sample, TrainGroup, TrainSequence
 from node.journal import JournalRecord, append, read
@@ -128,6 +129,16 @@ def test_replay_narrows_the_mismatch_of_another_compute_type(kind: str, load: Lo
     assert replayed.abs().max() < 0.1
     assert free.abs().max() > 1.2 * replayed.abs().max()
     assert free.square().mean() > 1.1 * replayed.square().mean()
+
+
+async def test_the_check_at_start_takes_the_noted_experts(load: Load, tmp_path: Path) -> None:
+    low, exact = load(dtype="bfloat16"), load()
+    engine, trainer = TransformersEngine(low, Device()), LocalTrainer(exact, TrainConfig(), dumps=tmp_path)
+    prompts = [tuple(range(start, start + 20)) for start in range(40, 60)]
+    given: dict[str, Any] = {"dtypes": ["bfloat16"], "tokens": 12}
+    with pytest.raises(AgreementError, match=r"differ by \d\.\d+ nats"):
+        await check_agreement(engine, trainer, engine.device, prompts, **given)
+    assert await check_agreement(engine, trainer, engine.device, prompts, **given, routing=low.routing) < 0.2
 
 
 def test_gradients_flow_to_routers_and_experts_under_replay(load: Load, tmp_path: Path) -> None:
