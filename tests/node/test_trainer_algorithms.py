@@ -1,10 +1,11 @@
 """Several optimizer steps, the critic and the rest of docs/algorithms.md on the real trainer with a tiny model."""
 
 import json
+import math
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 import pytest
@@ -62,6 +63,23 @@ def weights(trainer: LocalTrainer) -> list[torch.Tensor]:
 
 def equal(one: LocalTrainer, other: LocalTrainer) -> bool:
     return all(map(torch.equal, weights(one), weights(other)))
+
+
+def words(setting: str) -> list[str]:
+    """All that a setting may be."""
+    return [word for word in get_args(TrainConfig.model_fields[setting].annotation) if word != "gigpo"]
+
+
+@pytest.mark.parametrize("setting", ["advantage", "loss", "correction", "aggregation", "kl_estimator"])
+def test_every_word_of_a_setting_makes_an_update(make: Make, setting: str) -> None:
+    for word in words(setting):
+        trainer = make(passes=2, kl_coefficient=0.1 if setting == "kl_estimator" else 0.0, **{setting: word})
+        before = weights(trainer)
+        stats = trainer.update(batch(mu=-4.0))
+        assert math.isfinite(stats.loss), word
+        assert stats.grad_norm > 0, word
+        assert (stats.critic_loss is not None) == word.endswith("gae"), word
+        assert not all(map(torch.equal, before, weights(trainer))), word
 
 
 # -- several optimizer steps -----------------------------------------------------------------------------------
