@@ -80,7 +80,11 @@ def overview(now: Mapping[str, Any]) -> dict[str, Any]:
     """The rest of a status for people."""
     groups = now["groups"]
     trained = now["reward"] is not None
-    first, latest = now["held_out_steps"] or (0, 0)
+    held_out = ""
+    if now["held_out_steps"]:
+        first, latest = now["held_out_steps"]
+        held_out = f"{number(now['held_out'])} at step {latest}"
+        held_out += f" ({number(now['held_out_start'])} at step {first})" if latest > first else ""
     parts = ", ".join(f"{kind} {held / 2**20:.0f}" for kind, held in now["memory"].items() if held)
     stage = f"{now['stage']} for {now['stage_seconds']:.0f} s" if now.get("stage") else None
     rejected = ", ".join(f"{count} {reason}" for reason, count in sorted(groups.get("rejected", {}).items()))
@@ -92,9 +96,7 @@ def overview(now: Mapping[str, Any]) -> dict[str, Any]:
         "step": now["step"],
         "stage": stage,
         "reward": f"{number(now['reward'])} (first step {number(now['reward_start'])})" if trained else None,
-        "held-out": f"{number(now['held_out'])} at step {latest} ({number(now['held_out_start'])} at step {first})"
-        if now["held_out"] is not None
-        else None,
+        "held-out": held_out or None,
         "tokens/s": now["tokens_per_second"] if trained else None,
         "last step": f"{now['own_groups']} own + {now['foreign_groups']} foreign groups" if trained else None,
         "peers": now["peers"],
