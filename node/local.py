@@ -146,6 +146,7 @@ def _start(member: Member, nodes: int, steps: int | None, settings: Sequence[str
         f"web.port={member.web_port}",
         f"node.threads={threads}",
         f"node.name={member.name}",
+        "rollout.engine=transformers",  # nodes of one machine cannot each have its GPU for a vLLM server
         *settings,
     ]
     command = [sys.executable, "-m", "node", "--home", str(member.home.path), "up", "--stay"]
