@@ -16,6 +16,7 @@ import torch
 
 from node.config import Config
 from node.models import ModelError, compute_dtype, device_of, model_directory
+from node.training.distill import local_teacher
 
 log = logging.getLogger(__name__)
 
@@ -120,8 +121,14 @@ def prepare(config: Config, models: Path) -> Setup:
     machine = look(config)
     choice = choose_engine(config, machine)
     shape = model_shape(model_directory(config.model.path, models))
+    teacher = local_teacher(config.train)
     plan = plan_memory(
-        config, shape, machine, choice, compute_dtype(device_of(config.model.device), config.model.dtype)
+        config,
+        shape,
+        machine,
+        choice,
+        compute_dtype(device_of(config.model.device), config.model.dtype),
+        model_shape(model_directory(teacher, models)) if teacher else None,
     )
     log.info("memory: %s", plan)
     check_fit(plan, shape)
@@ -210,7 +217,12 @@ def _parameters(file: Path) -> int:
 
 
 def plan_memory(
-    config: Config, shape: ModelShape, machine: Machine, choice: EngineChoice, dtype: torch.dtype
+    config: Config,
+    shape: ModelShape,
+    machine: Machine,
+    choice: EngineChoice,
+    dtype: torch.dtype,
+    teacher: ModelShape | None = None,
 ) -> MemoryPlan:
     """What training and sampling in a compute type take on the device of the model, at their largest."""
     own, width = shape.parameters, dtype.itemsize
@@ -220,6 +232,8 @@ def plan_memory(
     always.append(("optimizer", own * 8))
     if config.train.kl_coefficient > 0:
         always.append(("reference", own * width))
+    if teacher is not None:
+        always.append(("teacher", teacher.parameters * width))
     rollout = []
     if choice.name == "transformers" or choice.shared_gpu:
         if choice.name == "vllm":

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from node.algorithms.losses import MAX_LOG_RATIO, log_ratio
-from node.config import Config
+from node.config import Config, TrainConfig
 from node.device import Device
 from node.engines.vllm_client import Address, VllmClient
 from node.home import models_dir
@@ -73,12 +73,18 @@ def _with(group: TrainGroup, logprobs: Sequence[tuple[float, ...]]) -> TrainGrou
     return msgspec.structs.replace(group, sequences=tuple(sequences))
 
 
+def local_teacher(config: TrainConfig) -> str:
+    """Path of the teacher that this process loads; empty: there is none, or it is a server."""
+    path = config.distill_teacher
+    return "" if path.startswith(("http://", "https://")) else path
+
+
 async def load_teacher(config: Config, policy: ModelBundle, device: Device) -> Teacher | None:
     """The teacher of `train.distill_teacher`, None without one. Raises TeacherError, ModelError."""
     path = config.train.distill_teacher
     if not path:
         return None
-    if path.startswith(("http://", "https://")):
+    if not local_teacher(config.train):
         remote = VllmTeacher(VllmClient(Address(path)), policy, seconds=config.limits.stage_seconds)
         await remote.check()
         return remote

@@ -95,6 +95,9 @@ def test_the_sum_of_a_shared_gpu() -> None:
     assert alone.total == own * (2 + 4 + 8 + 4)
     with_reference = config(train={"kl_coefficient": 0.1})
     assert plan_memory(with_reference, SEVEN_B, GPU, choice, torch.bfloat16).total == turns.total + own * 2
+    taught = plan_memory(config(), SEVEN_B, GPU, choice, torch.bfloat16, HALF_B)
+    assert taught.total == turns.total + HALF_B.parameters * 2
+    assert "teacher 0.9 + " in str(taught)
 
 
 def test_vllm_gets_what_the_trainer_leaves() -> None:
