@@ -13,7 +13,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,10 +25,11 @@ from node.config import Config
 from node.device import Device
 from node.engines.transformers import TransformersEngine
 from node.evaluate import held_out
+from node.hardware import check_fit, model_shape, prepare
 from node.history import History
 from node.home import Home, NoSwarm, models_dir
 from node.loop import Loop, Parts
-from node.models import ModelBundle, load_model
+from node.models import ModelBundle, load_model, model_directory
 from node.offline.examples import Labelled, OfflineError, Pair, labelled, preference_pairs, to_imitate
 from node.offline.sources import Source, from_environments, from_experience
 from node.offline.trainers import Course, Method, Outcome, plain_copy, require_trl, train
@@ -79,7 +80,7 @@ class Order:
 
 
 def run(home: Home, settings: Settings, order: Order) -> dict[str, Any]:
-    """Train as ordered and report. Raises OfflineError, NoSwarm, HomeLocked while the node is up, and what its parts raise."""
+    """Train as ordered and report. Raises OfflineError, HomeLocked while the node is up, NoSwarm, and as its parts."""
     check(order)
     home.swarm()
     manifest = home.manifest()
@@ -215,6 +216,9 @@ class _Offline:
     def _load(self) -> ModelBundle:
         torch.set_num_threads(self.config.node.threads or psutil.cpu_count(logical=False) or 1)
         model = self.config.model
+        plan = prepare(self.config, models_dir()).plan
+        shape = model_shape(model_directory(model.path, models_dir()))
+        check_fit(replace(plan, always=(*plan.always, ("32-bit copy", 4 * shape.parameters))), shape)
         return load_model(model.path, device=model.device, dtype=model.dtype, models=models_dir())
 
     async def _source(self, bundle: ModelBundle) -> Source:
