@@ -10,22 +10,21 @@ import asyncio
 import logging
 import secrets
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 
 from node.config import EngineConfig
 from node.device import Device
-from node.engines.partial import EngineFailed, continued
+from node.engines.partial import EngineFailed
 from node.engines.requests import check_request
-from node.engines.vllm_client import STREAM_TOKENS, Ask, Piece, ServerGone, ServerRefused, VllmClient
+from node.engines.vllm_client import STREAM_TOKENS, Ask, ServerGone, ServerRefused, VllmClient
 from node.engines.vllm_probe import EngineSetupError, ServerFacts, Unreachable, inspect, wait_until_healthy
 from node.engines.vllm_server import VllmServer
+from node.engines.vllm_streams import Group, Stream
+from node.engines.vllm_transfer import WeightTransfer
 from node.engines.vllm_weights import WeightFilesError
-from node.interfaces import FinishReason, PromptRequest, Sample, SampledGroup
+from node.interfaces import PromptRequest, SampledGroup
 from node.models import ModelBundle
-from node.routing import RoutingError, fits, from_vllm
 from node.scheduler import derived_seed
 
 log = logging.getLogger(__name__)
@@ -34,70 +33,6 @@ ABORTS, ABORT_SECONDS = 5, 1.0
 """How often a server is asked to end requests, and how long it may take each time; then we hang up."""
 CALL_SECONDS = 60.0
 """Deadline of a control call that computes nothing."""
-
-
-class WeightTransfer(Protocol):
-    """Gives a server the trainer's weights (node/engines/vllm_transfer.py)."""
-
-    async def prepare(self, version: int) -> None:
-        """What can be done while the server still samples. Raises WeightFilesError."""
-
-    async def load(self, client: VllmClient, seconds: float) -> None:
-        """Have the paused server load what was prepared. Raises ServerGone, ServerRefused, EngineSetupError."""
-
-    async def start(self, server: VllmServer) -> None:
-        """Start a server with the newest weights."""
-
-    def forget(self) -> None:
-        """The server is another one now."""
-
-    async def close(self) -> None: ...
-
-
-@dataclass(slots=True, eq=False)
-class _Stream:
-    """A sample in the making."""
-
-    name: str
-    request: PromptRequest
-    start: Sample | None
-    seed: int
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    finish: FinishReason = "aborted"
-    marks: list[tuple[int, int]] = field(default_factory=list)
-    """(token, version): from this token on it was sampled by this version, as far as this side can tell."""
-    told: tuple[tuple[int, int], ...] = ()
-    """(version, tokens), as the server told at the end."""
-    experts: bytes = b""
-    """Of the prompt and all tokens (node/routing.py), as the server told at the end."""
-
-    def sample(self, version: int) -> Sample:
-        """What there is of it; `version` for one without tokens."""
-        spans = self.told or self._by_marks()
-        return continued(self.start, self.token_ids, self.logprobs, self.finish, version, spans, self.experts)
-
-    def _by_marks(self) -> tuple[tuple[int, int], ...]:
-        if not self.marks:
-            return ()
-        ends = [at for at, _ in self.marks[1:]] + [len(self.token_ids)]
-        spans = []
-        begin = 0
-        for (_, version), end in zip(self.marks, ends, strict=True):
-            end = min(max(begin, end), len(self.token_ids))
-            spans.append((version, end - begin))
-            begin = end
-        return tuple(span for span in spans if span[1])
-
-
-@dataclass(slots=True, eq=False)
-class _Group:
-    request: PromptRequest
-    streams: list[_Stream]
-    open: int
-
-    def outcome(self, version: int) -> SampledGroup:
-        return SampledGroup(self.request.key, tuple(stream.sample(version) for stream in self.streams))
 
 
 class VllmEngine:
@@ -134,7 +69,7 @@ class VllmEngine:
         self._asleep = False
         self._lock = asyncio.Lock()
         """Held while the server is started, loaded, woken or put to sleep."""
-        self._open: set[_Stream] = set()
+        self._open: set[Stream] = set()
         self._slots = asyncio.Semaphore(config.concurrency)
         self._told_unrouted = False
         self._heard = 0.0
@@ -333,14 +268,14 @@ class VllmEngine:
         """Tokens of prompt and answer that both sides can take."""
         return min(self.bundle.context, self.facts.context if self.facts else self.bundle.context)
 
-    def _group(self, name: str, request: PromptRequest) -> _Group:
+    def _group(self, name: str, request: PromptRequest) -> Group:
         starts = (*request.starts, *(None,) * (request.n - len(request.starts)))
         streams = []
         for at, start in enumerate(starts):
             had = len(start.token_ids) if start else 0
             seed = derived_seed(request.seed, at, had)
-            streams.append(_Stream(f"{name}-{at}", request, start if had else None, seed))
-        return _Group(request, streams, len(streams))
+            streams.append(Stream(f"{name}-{at}", request, start if had else None, seed))
+        return Group(request, streams, len(streams))
 
     async def _next(self, ready: "asyncio.Queue[SampledGroup | Exception]") -> SampledGroup | Exception:
         """What comes next; a failure when no stream of this engine has had a token for too long."""
@@ -364,8 +299,8 @@ class VllmEngine:
 
     async def _run(
         self,
-        group: _Group,
-        stream: _Stream,
+        group: Group,
+        stream: Stream,
         ready: "asyncio.Queue[SampledGroup | Exception]",
         stop: asyncio.Event | None,
     ) -> None:
@@ -386,12 +321,12 @@ class VllmEngine:
         except Exception as error:  # noqa: BLE001 - whatever it is, it is raised to who asked for the samples
             ready.put_nowait(error)
 
-    def _ended(self, group: _Group, ready: "asyncio.Queue[SampledGroup | Exception]") -> None:
+    def _ended(self, group: Group, ready: "asyncio.Queue[SampledGroup | Exception]") -> None:
         group.open -= 1
         if not group.open:
             ready.put_nowait(group.outcome(self.version))
 
-    async def _stream(self, stream: _Stream) -> None:
+    async def _stream(self, stream: Stream) -> None:
         request, had = stream.request, stream.start.token_ids if stream.start else ()
         if self._loaded is None:
             raise ServerGone(f"{self.client.address}: the server went away")
@@ -411,51 +346,20 @@ class VllmEngine:
         try:
             async for piece in self.client.sample(ask):
                 self._heard = asyncio.get_running_loop().time()
-                self._take(stream, piece)
+                stream.take(piece, self.bundle, self._versions)
+                if piece.finish and stream.unrouted(self.bundle) and not self._told_unrouted:
+                    self._told_unrouted = True
+                    log.warning(
+                        "the vLLM server does not tell which experts it chose, so the update chooses them anew; "
+                        "start it with --enable-return-routed-experts, or set train.routing_replay to off"
+                    )
         finally:
             self._open.discard(stream)
-
-    def _take(self, stream: _Stream, piece: Piece) -> None:
-        stream.token_ids += piece.token_ids
-        stream.logprobs += piece.logprobs
-        if piece.finish is None:
-            return
-        self._take_experts(stream, piece.routed)
-        stream.finish = "aborted" if piece.finish == "abort" else piece.finish
-        if stream.finish == "stop" and stream.token_ids[-1] not in self.bundle.stop_ids:
-            raise EngineSetupError(
-                f"the vLLM server ends answers at token {stream.token_ids[-1]}, which is no end of turn of "
-                f"{self.bundle.name}; start it with this node's model: vllm serve {self.bundle.directory}"
-            )
-        if strangers := [named for named, _ in piece.spans if named not in self._versions]:
-            raise EngineSetupError(
-                f"the vLLM server samples with weights {strangers[0]!r}, which are not this node's; "
-                "give each node an engine of its own"
-            )
-        stream.told = tuple((self._versions[named], count) for named, count in piece.spans)
-
-    def _take_experts(self, stream: _Stream, routed: str) -> None:
-        routing = self.bundle.routing
-        if routing is None or not fits(routing, stream.request):
-            return
-        if routed:
-            had = len(stream.start.token_ids) if stream.start else 0
-            tokens = len(stream.request.prompt_ids) + had + len(stream.token_ids)
-            try:
-                stream.experts = from_vllm(routed, routing, tokens)
-            except RoutingError as error:
-                raise EngineSetupError(f"the vLLM server at {self.client.address}: {error}") from error
-        elif not self._told_unrouted:
-            self._told_unrouted = True
-            log.warning(
-                "the vLLM server does not tell which experts it chose, so the update chooses them anew; "
-                "start it with --enable-return-routed-experts, or set train.routing_replay to off"
-            )
 
     async def _stop(
         self,
         stop: asyncio.Event,
-        groups: Sequence[_Group],
+        groups: Sequence[Group],
         streams: Sequence["asyncio.Task[None]"],
         ready: "asyncio.Queue[SampledGroup | Exception]",
     ) -> None:

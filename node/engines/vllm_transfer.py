@@ -6,7 +6,7 @@ import functools
 import logging
 import time
 from collections.abc import Callable, Coroutine
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.cuda import nccl
@@ -19,6 +19,24 @@ from node.engines.vllm_weights import Published, WeightFiles, WeightFilesError
 from node.models import ModelBundle
 
 log = logging.getLogger(__name__)
+
+
+class WeightTransfer(Protocol):
+    """Gives a server the trainer's weights."""
+
+    async def prepare(self, version: int) -> None:
+        """What can be done while the server still samples. Raises WeightFilesError."""
+
+    async def load(self, client: VllmClient, seconds: float) -> None:
+        """Have the paused server load what was prepared. Raises ServerGone, ServerRefused, EngineSetupError."""
+
+    async def start(self, server: VllmServer) -> None:
+        """Start a server with the newest weights."""
+
+    def forget(self) -> None:
+        """The server is another one now."""
+
+    async def close(self) -> None: ...
 
 
 class FileTransfer:
@@ -123,7 +141,7 @@ class NcclTransfer(FileTransfer):
         """Both sides of a collective at once: it returns on neither before the other has come."""
         try:
             async with asyncio.timeout(seconds):
-                both: list[object] = await asyncio.gather(asked, self.device.run(job))
+                both = await asyncio.gather(asked, self.device.run(job))
         except TimeoutError as error:
             # the model thread waits inside NCCL for a peer that will not come, and cannot be called back
             raise EngineSetupError(
