@@ -314,7 +314,8 @@ class Loop:
         except Interrupted:
             raise asyncio.CancelledError from None
         self.saved = max(self.saved or 0, p.trainer.step)
-        await p.engine.update_weights(p.trainer.step)
+        async with p.progress.during("weights"):
+            await p.engine.update_weights(p.trainer.step)
         p.progress.memory = await p.device.run(p.trainer.memory)
         now = p.clock()
         p.progress.last_step_at = now
