@@ -188,7 +188,9 @@ class DaemonView:
             **{f'shoal_stage_seconds{{stage="{stage}"}}': seconds for stage, seconds in status["stages"].items()},
             **{
                 f"shoal_{name}": last.get(name)
-                for name in ("loss", "grad_norm", "kl_behaviour", "max_mismatch", "clip_fraction", "ess", "entropy")
+                for name in (
+                    "loss", "grad_norm", "kl_behaviour", "kl_teacher", "max_mismatch", "clip_fraction", "ess", "entropy"
+                )  # fmt: skip
             },
         }
         return {name: float(value) for name, value in samples.items() if value is not None}

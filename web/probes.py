@@ -16,6 +16,7 @@ HELP = {
     "shoal_groups_rejected_total": "Foreign groups refused, by reason",
     "shoal_held_out": "Mean held-out score of the last evaluation",
     "shoal_kl_behaviour": "KL from behaviour policy to policy in the last update",
+    "shoal_kl_teacher": "Reverse KL from policy to teacher per token in the last update, where there is a teacher",
     "shoal_last_step_age_seconds": "Seconds since the last finished step",
     "shoal_loss": "Loss of the last update",
     "shoal_max_mismatch": "Largest difference of log-prob between engine and trainer in the last update",
