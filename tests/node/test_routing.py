@@ -15,6 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from node.batching import micro_batches, pack
+from node.bench import step_ours
 from node.config import TrainConfig
 from node.device import Device
 from node.engines.agreement import AgreementError, check_agreement
@@ -218,6 +219,18 @@ def test_choices_are_journalled(load: Load, tmp_path: Path) -> None:
     ((record,), _) = read(tmp_path / "journal")
     assert record.batch == batch
     assert len(record.batch.groups[0].prompt_experts) == len(PROMPT) * 6
+
+
+async def test_a_step_of_the_loop_notes_journals_and_replays(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
+    """The loop's own step, as `shoal bench step` makes it, on a mixture of experts."""
+    spec = {"threads": 1, "model": str(tiny_model("mixtral")), "steps": 1}
+    result = await step_ours.measure(spec, tmp_path)
+    assert result["all_informative"][0]["tokens_forwarded"] > 0
+    records, _ = read(tmp_path / "checkpoints" / "journal-0.bin")
+    for group in records[-1].batch.groups:
+        assert len(group.prompt_experts) == 6 * len(group.prompt_ids)
+        for one in group.sequences:
+            assert len(one.experts) == 6 * (len(one.token_ids) - 1)
 
 
 def test_what_exceeds_the_bounds_goes_without(
