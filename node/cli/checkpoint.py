@@ -69,7 +69,11 @@ def export(session: Session, name: str, directory: Path) -> None:
         raise ExportRefused(f"{entry.path} is damaged: {fault} ; export another one (shoal checkpoint list)")
     aside = directory.with_name(f".{directory.name}.part")
     try:
-        shutil.copytree(entry.path, aside, ignore=shutil.ignore_patterns(BEST, FILES, STATE, *TRAINER_FILES))
+        shutil.rmtree(aside, ignore_errors=True)  # of an export that was killed
+        aside.mkdir(parents=True)
+        for file in entry.path.iterdir():
+            if file.name not in (BEST, FILES, STATE, *TRAINER_FILES):
+                shutil.copyfile(file, aside / file.name)  # not its mode: the home's files are its owner's alone
         aside.rename(directory)
     finally:
         shutil.rmtree(aside, ignore_errors=True)

@@ -176,9 +176,10 @@ def show_group(group: Mapping[str, Any]) -> None:
     from node.cli.output import clock, facts
     from node.logs import printable
 
-    facts({key: group[key] for key in ("id", "origin", "producer", "environment", "epoch", "verdict", "detail")})
-    facts({"at": clock(group["at"])})
+    shown = {key: group[key] for key in ("id", "origin", "producer", "environment", "epoch", "verdict", "detail")}
+    facts({**shown, "at": clock(group["at"])})
     parts = [(message["role"], message["content"]) for message in group["prompt"]]
+    parts = parts or [("prompt", "(the scorer could not regenerate it: see shoal logs)")]
     parts += [
         (
             f"completion {i}  reward {number(answer['reward'])}  {answer['tokens']} tokens, {answer['finish']}",

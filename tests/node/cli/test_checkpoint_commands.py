@@ -50,6 +50,9 @@ def test_export_takes_the_model_only(
     result = run("--home", home.path, "checkpoint", "export", name, tmp_path / "model", "--json")
     assert json.loads(result.stdout) == {"step": step, "path": str(tmp_path / "model")}
     assert {file.name: file.read_text() for file in (tmp_path / "model").iterdir()} == MODEL_FILES
+    plain = tmp_path / "plain"
+    plain.mkdir()
+    assert (tmp_path / "model").stat().st_mode == plain.stat().st_mode  # for others too, as the umask says
 
 
 def test_export_refuses(run: Run, home: Home, saved: CheckpointStore, tmp_path: Path) -> None:
