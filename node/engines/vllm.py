@@ -161,6 +161,11 @@ class VllmEngine:
         except (Unreachable, ServerGone, ServerRefused, WeightFilesError) as error:
             if self.facts is not None:  # it was there, and may come back
                 raise EngineFailed(str(error)) from error
+            if isinstance(error, ServerRefused):
+                raise EngineSetupError(
+                    f"the vLLM server at {self.client.address} refuses ({error}); start it without --api-key, "
+                    "reachable by this node only"
+                ) from error
             raise error if isinstance(error, Unreachable) else EngineSetupError(str(error)) from error
         self._up = True
         self._heard = asyncio.get_running_loop().time()

@@ -93,7 +93,10 @@ class VllmClient:
         try:
             await self.get(path)
         except ServerRefused as refused:
-            return str(refused).startswith("405")
+            status = str(refused)[:3]
+            if status not in ("404", "405"):
+                raise
+            return status == "405"
         return True
 
     async def _call(self, method: str, path: str, seconds: float, **options: Any) -> Any:

@@ -312,7 +312,7 @@ threads = 1
 path = "{bundle.directory}"
 dtype = "float32"
 [rollout]
-group_size = 4
+group_size = 8
 [train]
 learning_rate = 1e-3
 [swarm]
@@ -335,7 +335,7 @@ tasks = 2
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     history = History(home.database, time.time)
     steps = history.steps(0, 10)
-    events = [event["message"] for event in history.events(None, 50)]
+    events = [event["message"] for event in history.events(0, 1000)]
     history.close()
     assert [step["step"] for step in steps] == [1, 2, 3]
     # rollouts of each step were sampled with the weights that the trainer had: the mismatch is rounding

@@ -50,7 +50,7 @@ class FakeVllm:
         """Tokens of all streams after which it breaks off every connection."""
         self.fails: set[str] = set()
         """Paths that answer 500."""
-        self.silent = False
+        self.silent = self.locked = False
         self.ignores_aborts = False
         self.running = asyncio.Event()
         self.running.set()
@@ -66,6 +66,8 @@ class FakeVllm:
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
         path = request.path
+        if self.locked and path.startswith("/v1/"):
+            return web.json_response({"error": "Unauthorized"}, status=401)
         routes = {
             "/health": ("GET", self._well),
             "/version": ("GET", self._version),

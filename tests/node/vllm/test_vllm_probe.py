@@ -9,7 +9,7 @@ import pytest
 from aiohttp import web
 
 from node.engines.vllm_client import Address, VllmClient
-from node.engines.vllm_probe import MissingFlag, Unreachable, WrongModel, wait_until_healthy
+from node.engines.vllm_probe import EngineSetupError, MissingFlag, Unreachable, WrongModel, wait_until_healthy
 
 Make = Callable[..., Any]
 
@@ -102,3 +102,9 @@ async def test_a_server_left_asleep_is_woken(make: Make, fake: Any) -> None:
     await make().engine.start()
     assert not fake.asleep
     assert fake.running.is_set()
+
+
+async def test_a_server_with_a_key(make: Make, fake: Any) -> None:
+    fake.locked, fake.scale_out = True, False
+    with pytest.raises(EngineSetupError, match=r"refuses \(401 Unauthorized\); start it without --api-key"):
+        await make().engine.start()
