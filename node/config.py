@@ -171,7 +171,8 @@ class TrainConfig(Section):
 
     # a teacher
     distill_teacher: str = Field(
-        "", description="model to learn from besides rewards: a directory, 'embedded' or a vLLM server's URL; empty: none"
+        "",
+        description="model to learn from besides rewards: a directory, 'embedded' or a vLLM server's URL; empty: none",
     )
     distill_coefficient: float = Field(1.0, gt=0, description="weight of the reverse KL to the teacher")
 
