@@ -1,7 +1,8 @@
 """Commands that ask the running daemon to do something: down, pause, resume, open, health."""
 
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -42,22 +43,21 @@ def down(session: Session) -> None:
 @with_session
 def pause(session: Session, reason: str) -> None:
     """Stop training after the step in progress; the node stays in touch with its peers."""
-    session.client().post("pause", body={"reason": reason})
-    answer(session, "PAUSED", f"{reason} (after the step in progress)", "run shoal resume to go on")
+    answer(session, session.client().post("pause", body={"reason": reason}))
 
 
 @click.command(cls=Command)
 @with_session
 def resume(session: Session) -> None:
     """Train on after a pause."""
-    session.client().post("resume")
-    answer(session, "TRAINING", "resumed", "")
+    answer(session, session.client().post("resume"))
 
 
-def answer(session: Session, state: str, reason: str, following: str) -> None:
+def answer(session: Session, status: Mapping[str, Any]) -> None:
+    """What has become of the node: one that has done its steps, say, cannot be paused."""
     from node.cli.output import emit, status_line
 
-    done = {"state": state, "reason": reason, "next": following}
+    done = {name: status[name] for name in ("state", "reason", "next")}
     if session.as_json:
         emit(done)
     else:

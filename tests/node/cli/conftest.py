@@ -64,9 +64,12 @@ class FakeNode:
 
     def pause(self, reason: str) -> None:
         self.asked.append(f"pause: {reason}")
+        words = {"reason": f"{reason} (after the step in progress)", "next": "run shoal resume to go on"}
+        self.now = {**self.now, "state": "PAUSED", **words}
 
     def resume(self) -> None:
         self.asked.append("resume")
+        self.now = {**self.now, "state": "TRAINING", "reason": "with 1 peer", "next": ""}
 
     def stop(self) -> None:
         self.asked.append("stop")

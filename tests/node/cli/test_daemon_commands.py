@@ -99,7 +99,8 @@ def test_an_unknown_group_is_a_failure(run: Run, home: Home, daemon: Any) -> Non
 def test_pause_resume_and_down(run: Run, home: Home, daemon: Any) -> None:
     paused = run("--home", home.path, "pause", "--reason", "playing")
     assert paused.stdout == "PAUSED  playing (after the step in progress); run shoal resume to go on\n"
-    assert json.loads(run("--home", home.path, "resume", "--json").stdout)["state"] == "TRAINING"
+    resumed = json.loads(run("--home", home.path, "resume", "--json").stdout)
+    assert resumed == {"state": "TRAINING", "reason": "with 1 peer", "next": ""}
     assert run("--home", home.path, "down").stdout.startswith("STOPPED")
     assert daemon.asked == ["pause: playing", "resume", "stop"]
     assert run("--home", home.path, "down").exit_code == 3
