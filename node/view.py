@@ -189,8 +189,15 @@ class DaemonView:
             **{
                 f"shoal_{name}": last.get(name)
                 for name in (
-                    "loss", "grad_norm", "kl_behaviour", "kl_teacher", "max_mismatch", "clip_fraction", "ess", "entropy"
-                )  # fmt: skip
+                    "loss",
+                    "grad_norm",
+                    "kl_behaviour",
+                    "kl_teacher",
+                    "max_mismatch",
+                    "clip_fraction",
+                    "ess",
+                    "entropy",
+                )
             },
         }
         return {name: float(value) for name, value in samples.items() if value is not None}
