@@ -136,12 +136,18 @@ def test_as_a_process(tmp_path: Path) -> None:
         2, "shoal: unknown environment variable SHOAL_WEB_PROT ; did you mean SHOAL_WEB_PORT?\n"
     )  # fmt: skip
     del environment["SHOAL_WEB_PROT"]
+    # tests that run in the background inherit an ignored SIGINT, and so would the command
+    heard = signal.signal(signal.SIGINT, signal.default_int_handler)
     with subprocess.Popen([*shoal, "logs", "-f"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as follow:
-        (tmp_path / "home" / "logs" / "node.log").write_text("a line\n")
-        assert follow.stdout
-        assert "a line" in follow.stdout.readline()
-        follow.send_signal(signal.SIGINT)
-        _, errors = follow.communicate(timeout=10)
+        signal.signal(signal.SIGINT, heard)
+        try:
+            (tmp_path / "home" / "logs" / "node.log").write_text("a line\n")
+            assert follow.stdout
+            assert "a line" in follow.stdout.readline()
+            follow.send_signal(signal.SIGINT)
+            _, errors = follow.communicate(timeout=10)
+        finally:
+            follow.kill()
     assert (follow.returncode, errors.strip()) == (130, "shoal: interrupted")
 
 
