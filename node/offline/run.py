@@ -9,7 +9,6 @@ import logging
 import math
 import random
 import shutil
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -46,6 +45,8 @@ from swarm.sampler import Sampler
 
 log = logging.getLogger(__name__)
 
+SCRATCH = "offline"
+"""Directory in the home that TRL may use; nothing in it is kept."""
 LEARNING_RATES: Mapping[Method, float] = {"dpo": 5e-6, "kto": 5e-6, "sft": 1e-5}
 THRESHOLDS: Mapping[Method, float] = {"dpo": 0.0, "kto": 0.5, "sft": 1.0}
 
@@ -276,16 +277,15 @@ class _Offline:
             trainer.optimizer.state.clear()  # its memory is wanted, and its moments are of another loss
             weights = trainer.weights.masters
             plain = plain_copy(trainer.model, weights)
-            with tempfile.TemporaryDirectory(prefix="shoal-offline-") as scratch:
+            tokenizer, scratch = trainer.bundle.tokenizer, self.home.path / SCRATCH
+            shutil.rmtree(scratch, ignore_errors=True)  # of a training that was killed
+            scratch.mkdir()
+            try:
                 outcome = train(
-                    plain,
-                    trainer.bundle.tokenizer,
-                    examples,
-                    course,
-                    self.config.train,
-                    work=Path(scratch),
-                    should_stop=should_stop,
+                    plain, tokenizer, examples, course, self.config.train, work=scratch, should_stop=should_stop
                 )
+            finally:
+                shutil.rmtree(scratch, ignore_errors=True)
             with torch.no_grad():
                 for name, parameter in plain.named_parameters():
                     weights[name].copy_(parameter)

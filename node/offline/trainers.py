@@ -8,6 +8,7 @@ import copy
 import logging
 import math
 import os
+import tempfile
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -99,6 +100,7 @@ def train(
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # TRL's own use of what transformers renames
+            tempfile.tempdir = str(work)  # where datasets keeps what it computes
             trainer = _trainer(model, copy.deepcopy(tokenizer), examples, course, config, micro, work, watch)
             trainer.remove_callback(PrinterCallback)
             trainer.train()
@@ -109,6 +111,8 @@ def train(
             f"out of memory with {micro} examples a forward ; lower train.tokens_per_micro_batch"
             f" ({config.tokens_per_micro_batch}) or --max-length"
         ) from error
+    finally:
+        tempfile.tempdir = None
     return watch.outcome
 
 

@@ -213,11 +213,13 @@ class TestWithTrl:
         assert process.wait(10) == -signal.SIGKILL, log.read_text()
         assert files(swarm) == {}
         assert not (tmp_path / "model").exists()
+        assert (swarm.path / "offline").exists()
         # nothing is locked, and the node trains on: a second training and a start both find it as it was
         again = subprocess.run(
             [*command, "--steps", "1", "--apply", "--force", "--json"], capture_output=True, timeout=180, check=True
         )
         assert json.loads(again.stdout)["checkpoint"] == 1
+        assert not (swarm.path / "offline").exists(), "what the killed one left is gone, too"
         up = [*command[:5], "up", "--steps", "2"]
         subprocess.run(up, capture_output=True, timeout=180, check=True)
         assert CheckpointStore(swarm.checkpoints, 2).latest().step == 2

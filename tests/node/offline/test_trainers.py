@@ -52,6 +52,7 @@ def logprob(model: Any, prompt_ids: tuple[int, ...], completion_ids: tuple[int, 
 
 
 def trained(bundle: ModelBundle, tmp_path: Path, method: str, **changes: Any) -> tuple[Any, Any]:
+    (tmp_path / "work").mkdir(exist_ok=True)
     model = plain_copy(bundle.model, dict(bundle.model.named_parameters()))
     given = {"examples": examples(bundle, method), "should_stop": lambda: False, "config": TrainConfig(), **changes}
     stop, config, chosen = given.pop("should_stop"), given.pop("config"), given.pop("examples")
@@ -134,6 +135,13 @@ class TestWithTrl:
         else:  # the policy is its own reference: log sigmoid(0), and sigmoid(0)
             expected = {"dpo": 0.693147, "kto": 0.5}[method]
         assert outcome.losses == [pytest.approx(expected, rel=1e-4)]
+
+    def test_bfloat16_computes_about_the_same(self, bundle: ModelBundle, tmp_path: Path, method: str) -> None:
+        exact, rounded = (trained(bundle, tmp_path, method, steps=2, autocast=flag)[1] for flag in (False, True))
+        assert rounded.losses == pytest.approx(exact.losses, rel=0.05)
+        assert rounded.losses != exact.losses
+        model, _ = trained(bundle, tmp_path, method, steps=1, autocast=True)
+        assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
 
     def test_a_seed_determines_the_result(self, bundle: ModelBundle, tmp_path: Path) -> None:
         runs = [trained(bundle, tmp_path, "sft", steps=3, seed=seed)[0] for seed in (1, 1, 2)]
