@@ -6,6 +6,7 @@ own scoring up by one deadline at most.
 """
 
 import asyncio
+import contextlib
 import logging
 import os
 import signal
@@ -258,7 +259,8 @@ class Scorer:
         if process is None:
             return
         if process.returncode is None:
-            os.killpg(process.pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):  # it has just ended by itself
+                os.killpg(process.pid, signal.SIGKILL)
         await process.wait()
 
     async def _take_turn(self, foreign: bool) -> None:
