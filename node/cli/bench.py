@@ -9,7 +9,7 @@ from node.cli.session import Command, Session, with_session
 
 
 @click.command(cls=Command)
-@click.argument("name", type=click.Choice(["step", "rollout", "exchange", "train", "routing", "scheduler"]))
+@click.argument("name", type=click.Choice(["step", "rollout", "exchange", "train", "routing", "scheduler", "drafting"]))
 @click.option(
     "--threads", type=click.IntRange(1, 1024), default=1, show_default=True, help="torch threads of each side"
 )
@@ -19,7 +19,7 @@ def bench(session: Session, name: str, threads: int) -> None:
 
     `step` against TRL, `rollout` against HF generate, `exchange` over libp2p, `train`: prefix merging against plain
     packing, `routing`: rollout and training of a mixture of experts, with routing replay and without, `scheduler`:
-    rollout policies on simulated engines.
+    rollout policies on simulated engines, `drafting`: sampling with guesses at next tokens and without.
     """
     session.start_logging(None)
 

@@ -6,77 +6,30 @@ the answers in a preallocated buffer per group whose first rows are always the l
 expanded per token.
 
 Unfinished samples of an earlier pass (`PromptRequest.starts`) are prefilled with the prompt, so the rows of a group
-may be of different lengths; rows of one length take the fast path.
+may be of different lengths; rows of one length take the fast path. Where it pays, a row computes guesses at its next
+tokens too (node/engines/drafting.py); what is sampled stays the same.
 """
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
 from node.attention import PackedAttention
 from node.batching import TokenTrie, pack
+from node.engines.decode_attention import DecodeAttention
+from node.engines.decode_state import Group, Row
+from node.engines.drafting import Drafter, SuffixTrie
 from node.engines.partial import continued
-from node.interfaces import FinishReason, PromptRequest, SampledGroup
+from node.interfaces import PromptRequest, SampledGroup
 from node.models import ModelBundle
 from node.routing import fits, noted
 
 PREFILL_TOKENS = 2048
 """Prompt tokens, and those of starts, computed in one forward pass."""
-DRAWS = 64
-"""Positions whose random numbers are drawn at once."""
-
-
-@dataclass(slots=True)
-class _Row:
-    """Samples with the same tokens so far."""
-
-    members: list[int]
-    token: int = -1
-    """The last token, whose keys and values are not computed yet."""
-    length: int = 0
-    """Answer tokens whose keys and values are computed."""
-
-
-@dataclass(slots=True)
-class _Group:
-    request: PromptRequest
-    generator: torch.Generator
-    prefix: list[tuple[torch.Tensor, torch.Tensor]]
-    """Keys and values of the prompt in each layer, [K, P, d]."""
-    keys: torch.Tensor
-    """[layers, n, K, L, d]: answers' keys; row j of the group is at j. Finite up to `reach` in all live rows."""
-    values: torch.Tensor
-    rows: list[_Row]
-    tokens: list[list[int]]
-    """Of every sample, those of its start included; log-probabilities only of the new ones."""
-    logprobs: list[list[float]]
-    finish: list[FinishReason]
-    experts: list[bytearray]
-    """Of every sample, which experts the prompt's tokens and its own went to; empty where that is not noted."""
-    draws: torch.Tensor = field(default_factory=lambda: torch.empty(0, 0))
-    """[positions, n] in [0, 1): the number that token t of sample i is drawn with."""
-
-    @property
-    def open(self) -> int:
-        return sum(len(row.members) for row in self.rows)
-
-    @property
-    def reach(self) -> int:
-        return max(row.length for row in self.rows)
-
-    def draw(self, row: _Row) -> torch.Tensor:
-        """The numbers that the row's samples draw their next tokens with, [members].
-
-        They follow from seed, sample and position alone, so a sample that is stopped and goes on later (in the same
-        place of a request with the same seed) draws what it would have drawn.
-        """
-        position = len(self.tokens[row.members[0]])
-        while position >= len(self.draws):
-            more = torch.rand(DRAWS, self.request.n, generator=self.generator, dtype=torch.float64)
-            self.draws = torch.cat([self.draws.view(-1, self.request.n), more])
-        return self.draws[position, row.members]
+PROMPT_SAID = 1024
+"""Last prompt tokens that guesses are made from."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +40,8 @@ class Limits:
     """Samples decoded together. One group with more of them is still taken, alone."""
     cache_bytes: int = 1 << 30
     """Keys and values. A single group beyond it is still taken, alone."""
+    knee: float = 0.0
+    """Tokens below which a pass takes about as long whatever their number; 0: no guesses."""
 
 
 def decode_groups(
@@ -105,7 +60,9 @@ def decode_groups(
     nothing. Log-probabilities are those of the sampled tokens at temperature 1, whatever the sampling temperature.
     """
     waiting = deque(requests)
-    groups: list[_Group] = []
+    groups: list[Group] = []
+    # which experts a guess that is not drawn went to must not be noted
+    drafter = Drafter(limits.knee) if limits.knee and bundle.routing is None else None
     with torch.inference_mode():
         while (waiting or groups) and not closed():
             if stopped():
@@ -117,17 +74,19 @@ def decode_groups(
             states = [_step(bundle, groups)] if groups else []
             admitted = _admissible(bundle, waiting, groups, limits)
             if admitted:
-                fresh, state = _prefill(bundle, admitted)
+                fresh, state = _prefill(bundle, admitted, drafter)
                 groups += fresh
                 states.append(state)
-            _sample(bundle, groups, torch.cat(states))
+            _sample(bundle, groups, torch.cat(states), drafter)
             for group in groups:
                 if not group.rows:
                     emit(_finished(group, version))
             groups = [group for group in groups if group.rows]
+            if drafter is not None:
+                _guess(groups, drafter, bundle.stop_ids)
 
 
-def _finished(group: _Group, version: int) -> SampledGroup:
+def _finished(group: Group, version: int) -> SampledGroup:
     """The group's samples: those with a start first, in the order of the starts."""
     for row in group.rows:
         for member in row.members:
@@ -165,7 +124,7 @@ def _shape(bundle: ModelBundle) -> tuple[int, int, int]:
 
 
 def _admissible(
-    bundle: ModelBundle, waiting: deque[PromptRequest], groups: list[_Group], limits: Limits
+    bundle: ModelBundle, waiting: deque[PromptRequest], groups: list[Group], limits: Limits
 ) -> list[PromptRequest]:
     rows = sum(group.open for group in groups)
     held = sum(_cache_bytes(bundle, group.request) for group in groups)
@@ -183,7 +142,9 @@ def _admissible(
     return admitted
 
 
-def _prefill(bundle: ModelBundle, requests: Sequence[PromptRequest]) -> tuple[list[_Group], torch.Tensor]:
+def _prefill(
+    bundle: ModelBundle, requests: Sequence[PromptRequest], drafter: Drafter | None
+) -> tuple[list[Group], torch.Tensor]:
     """Compute prompts and starts, merged where they begin alike; returns groups and their rows' states [rows, D]."""
     device = bundle.model.device
     trie = TokenTrie()
@@ -202,7 +163,7 @@ def _prefill(bundle: ModelBundle, requests: Sequence[PromptRequest]) -> tuple[li
         shape = (layers, request.n, kv_heads, max(1, request.max_new_tokens - 1), width)
         # untouched pages of an empty tensor take no memory: short answers cost only what they use
         keys, values = (torch.empty(shape, dtype=hidden.dtype, device=device) for _ in range(2))
-        rows = [_Row(members, length=len(begun)) for begun, members in _beginnings(request).items()]
+        rows = [Row(members, length=len(begun)) for begun, members in _beginnings(request).items()]
         reach = max(row.length for row in rows)
         experts = [bytearray() for _ in range(request.n)] if fits(bundle.routing, request) else []
         for row, places in zip(rows, where, strict=True) if experts else ():
@@ -215,7 +176,7 @@ def _prefill(bundle: ModelBundle, requests: Sequence[PromptRequest]) -> tuple[li
                 for layer, pair in enumerate(kept if row.length else ()):
                     cache[layer, slot, :, : row.length] = pair[side].index_select(1, places[prompt:])
         groups.append(
-            _Group(
+            Group(
                 request=request,
                 generator=torch.Generator().manual_seed(request.seed),
                 prefix=[
@@ -230,9 +191,23 @@ def _prefill(bundle: ModelBundle, requests: Sequence[PromptRequest]) -> tuple[li
                 logprobs=[[] for _ in range(request.n)],
                 finish=["length"] * request.n,
                 experts=experts,
+                trie=_trie(request, rows) if drafter is not None else None,
             )
         )
     return groups, hidden[torch.tensor(last, device=device)]
+
+
+def _trie(request: PromptRequest, rows: list[Row]) -> SuffixTrie:
+    """What is said so far, and where in it the rows are."""
+    trie = SuffixTrie()
+    prompt = trie.start
+    for token in request.prompt_ids[-PROMPT_SAID:]:
+        prompt = trie.add(prompt, token)
+    for row, begun in zip(rows, _beginnings(request), strict=True):
+        row.endings = prompt
+        for token in begun:
+            row.endings = trie.add(row.endings, token, len(row.members))
+    return trie
 
 
 def _beginnings(request: PromptRequest) -> dict[tuple[int, ...], list[int]]:
@@ -244,20 +219,36 @@ def _beginnings(request: PromptRequest) -> dict[tuple[int, ...], list[int]]:
     return members
 
 
-# -- one token -----------------------------------------------------------------------------------------------
+# -- one pass ------------------------------------------------------------------------------------------------
 
 
-def _step(bundle: ModelBundle, groups: list[_Group]) -> torch.Tensor:
-    """Compute the last token of every row; returns their states [rows, D]."""
+def _guess(groups: list[Group], drafter: Drafter, stop_ids: frozenset[int]) -> None:
+    """Give rows the guesses that pay."""
+    least = drafter.least(sum(len(group.rows) for group in groups))
+    for group in groups:
+        if group.trie is None:
+            continue
+        for row in group.rows:
+            most = group.request.max_new_tokens - len(group.tokens[row.members[0]]) - 1
+            row.draft = group.trie.guess(row.endings, most, least, drafter.trust, stop_ids)
+
+
+def _step(bundle: ModelBundle, groups: list[Group]) -> torch.Tensor:
+    """Compute the last token of every row, and its guesses; returns their states [T, D]."""
     device = bundle.model.device
-    tokens = [row.token for group in groups for row in group.rows]
-    positions = [len(group.request.prompt_ids) + row.length for group in groups for row in group.rows]
+    tokens: list[int] = []
+    positions: list[int] = []
+    for group in groups:
+        for row in group.rows:
+            first = len(group.request.prompt_ids) + row.length
+            tokens += [row.token, *row.draft]
+            positions += range(first, first + 1 + len(row.draft))
     with noted(bundle.routing) as routes:
         hidden = _forward(
             bundle,
             torch.tensor(tokens, device=device),
             torch.tensor(positions, device=device),
-            _DecodeAttention(groups),
+            DecodeAttention(groups),
         )
     rows = [(group, row) for group in groups for row in group.rows]
     for i, (group, row) in enumerate(rows):
@@ -269,12 +260,12 @@ def _step(bundle: ModelBundle, groups: list[_Group]) -> torch.Tensor:
     return hidden
 
 
-def _sample(bundle: ModelBundle, groups: list[_Group], states: torch.Tensor) -> None:
-    """Draw the next token of every open sample from the rows' states, and branch or close rows accordingly."""
+def _sample(bundle: ModelBundle, groups: list[Group], states: torch.Tensor, drafter: Drafter | None) -> None:
+    """Draw the next tokens of every open sample from the rows' states, and branch or close rows accordingly."""
     logits = torch.mm(states, bundle.model.get_output_embeddings().weight.t()).float()
     lse = torch.logsumexp(logits, -1, keepdim=True)
-    rows = [(group, row) for group in groups for row in group.rows]
-    temperatures = [group.request.temperature for group, _ in rows]
+    places = [(group, row, ahead) for group in groups for row in group.rows for ahead in range(1 + len(row.draft))]
+    temperatures = [group.request.temperature for group, _, _ in places]
     if any(temperature != 1.0 for temperature in temperatures):
         scale = torch.tensor(temperatures, device=logits.device).unsqueeze(1)
         probabilities = torch.softmax(logits / scale, -1)
@@ -282,47 +273,72 @@ def _sample(bundle: ModelBundle, groups: list[_Group], states: torch.Tensor) -> 
         probabilities = torch.exp(logits - lse)
     # in float64, or the running sum would round away rare tokens
     running = torch.cumsum(probabilities, -1, dtype=torch.float64)
-    where = torch.zeros(len(rows), max(len(row.members) for _, row in rows), dtype=torch.float64)
-    for i, (group, row) in enumerate(rows):
-        where[i, : len(row.members)] = group.draw(row)
+    where = torch.zeros(len(places), max(len(row.members) for _, row, _ in places), dtype=torch.float64)
+    for i, (group, row, ahead) in enumerate(places):
+        where[i, : len(row.members)] = group.draw(row, ahead)
     drawn = torch.searchsorted(running, where.to(running.device) * running[:, -1:], right=True)
     drawn.clamp_(max=logits.shape[-1] - 1)
     chosen = (logits.gather(1, drawn) - lse).tolist()
     tokens = drawn.tolist()
+    answers = sum(len(group.rows) for group in groups)
     at = 0
     for group in groups:
-        count = len(group.rows)
-        _advance(group, bundle.stop_ids, tokens[at : at + count], chosen[at : at + count])
-        at += count
+        branches: list[tuple[int, Row]] = []
+        for slot, row in enumerate(group.rows):
+            end = at + 1 + len(row.draft)
+            onward, accepted = _advance(group, row, bundle.stop_ids, tokens[at:end], chosen[at:end])
+            branches += [(slot, branch) for branch in onward]
+            if drafter is not None and row.draft:
+                drafter.learn(accepted, answers)
+            at = end
+        _place(group, branches)
 
 
-def _advance(group: _Group, stop_ids: frozenset[int], drawn: list[list[int]], logprobs: list[list[float]]) -> None:
-    """Write down what each sample drew; a row goes on once per distinct token that does not end its samples."""
-    branches: list[tuple[int, _Row]] = []
-    for slot, row in enumerate(group.rows):
-        onward: dict[int, _Row] = {}
-        for member, token, logprob in zip(row.members, drawn[slot], logprobs[slot], strict=False):
+def _advance(
+    group: Group, row: Row, stop_ids: frozenset[int], drawn: list[list[int]], logprobs: list[list[float]]
+) -> tuple[list[Row], list[float]]:
+    """Write down what each sample of a row drew, as far as its guesses were drawn and one token more.
+
+    The row goes on once per distinct token that does not end its samples. Returns those rows, and for each guess the
+    share of the samples that drew it.
+    """
+    paths: dict[tuple[int, int, bool], list[int]] = {}
+    taken = [0] * len(row.draft)
+    for i, member in enumerate(row.members):
+        for ahead, (token, logprob) in enumerate(zip((of[i] for of in drawn), (of[i] for of in logprobs), strict=True)):
             group.tokens[member].append(token)
             group.logprobs[member].append(logprob)
+            guessed = ahead < len(row.draft) and token == row.draft[ahead]
+            if guessed:
+                taken[ahead] += 1
             if token in stop_ids:
                 group.finish[member] = "stop"
-            elif len(group.tokens[member]) < group.request.max_new_tokens:
-                onward.setdefault(token, _Row([], token, row.length)).members.append(member)
-        branches += [(slot, row) for row in onward.values()]
-    _place(group, branches)
+            over = token in stop_ids or len(group.tokens[member]) >= group.request.max_new_tokens
+            if over or not guessed:
+                paths.setdefault((ahead, token, over), []).append(member)
+                break
+    onward = []
+    for (ahead, token, over), members in paths.items():
+        endings = row.endings
+        if group.trie is not None:
+            for said in (*row.draft[:ahead], token):
+                endings = group.trie.add(endings, said, len(members))
+        if not over:
+            onward.append(Row(members, token, row.length + ahead, endings=endings))
+    return onward, [count / len(row.members) for count in taken]
 
 
-def _place(group: _Group, branches: list[tuple[int, _Row]]) -> None:
+def _place(group: Group, branches: list[tuple[int, Row]]) -> None:
     """Give every branch a slot among the first ones, copying keys and values only where a row moves or splits."""
-    rows: list[_Row | None] = [None] * len(branches)
-    homeless: list[tuple[int, _Row]] = []
+    rows: list[Row | None] = [None] * len(branches)
+    homeless: list[tuple[int, Row]] = []
     for slot, row in branches:
         if slot < len(rows) and rows[slot] is None:
             rows[slot] = row
         else:
             homeless.append((slot, row))
     free = [slot for slot, row in enumerate(rows) if row is None]
-    reach = group.reach
+    reach = max((row.length for _, row in branches), default=0)
     # a free slot has no branch, so nothing that is still to be copied is overwritten
     for (source, row), slot in zip(homeless, free, strict=True):
         rows[slot] = row
@@ -335,61 +351,10 @@ def _forward(
     bundle: ModelBundle,
     token_ids: torch.Tensor,
     positions: torch.Tensor,
-    attention: "PackedAttention | _DecodeAttention",
+    attention: PackedAttention | DecodeAttention,
 ) -> torch.Tensor:
     """Last states [T, D] of a row of T tokens."""
     output = bundle.model.base_model(
         input_ids=token_ids.unsqueeze(0), position_ids=positions.unsqueeze(0), use_cache=False, shoal=attention
     )
     return output.last_hidden_state[0]
-
-
-class _DecodeAttention:
-    """One new token per row: against the group's prompt in one product, against the row's own tokens in another."""
-
-    def __init__(self, groups: list[_Group]) -> None:
-        self.groups = groups
-        self.reaches = [group.reach for group in groups]
-        self.ragged = [_lengths(group) for group in groups]
-
-    def attend(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float
-    ) -> torch.Tensor:
-        _, heads, tokens, width = query.shape
-        kv_heads = key.shape[1]
-        output = query.new_empty(tokens, heads, width)
-        stop = 0
-        for group, reach, lengths in zip(self.groups, self.reaches, self.ragged, strict=True):
-            start, stop = stop, stop + len(group.rows)
-            rows, seen = stop - start, reach + 1
-            for cache, new in ((group.keys, key), (group.values, value)):
-                if lengths is None:
-                    cache[layer, :rows, :, reach] = new[0, :, start:stop].transpose(0, 1)
-                else:
-                    cache[layer, :rows, :, reach] = 0.0  # or weights of 0 would meet what was in memory
-                    slots = torch.arange(rows, device=new.device)
-                    cache[layer, slots, :, lengths] = new[0, :, start:stop].transpose(0, 1)
-            past_keys, past_values = group.prefix[layer]
-            own_keys = group.keys[layer, :rows, :, :seen].flatten(0, 1)  # [rows*K, seen, d], a view
-            own_values = group.values[layer, :rows, :, :seen].flatten(0, 1)
-            by_row = query[0, :, start:stop].transpose(0, 1).reshape(rows, kv_heads, -1, width)  # [rows, K, r, d]
-            by_head = by_row.transpose(0, 1).reshape(kv_heads, -1, width)  # [K, rows*r, d]
-            shared = torch.bmm(by_head, past_keys.transpose(1, 2)).view(kv_heads, rows, heads // kv_heads, -1)
-            own = torch.bmm(by_row.flatten(0, 1), own_keys.transpose(1, 2)).view(rows, kv_heads, -1, seen)
-            if lengths is not None:
-                unwritten = torch.arange(seen, device=own.device) > lengths[:, None]
-                own = own.masked_fill(unwritten[:, None, None], -torch.inf)
-            scores = torch.cat([shared.transpose(0, 1), own], -1).float().mul_(scaling)
-            weights = torch.softmax(scores, -1).to(query.dtype)  # [rows, K, r, P + seen]
-            prompt = past_keys.shape[1]
-            of_prompt = weights[..., :prompt].transpose(0, 1).reshape(kv_heads, -1, prompt)
-            result = torch.bmm(of_prompt, past_values).view(kv_heads, rows, -1, width).transpose(0, 1)
-            result = result + torch.bmm(weights[..., prompt:].flatten(0, 1), own_values).view(rows, kv_heads, -1, width)
-            output[start:stop] = result.reshape(rows, heads, width)
-        return output.unsqueeze(0)
-
-
-def _lengths(group: _Group) -> torch.Tensor | None:
-    """Rows' lengths where they differ, [rows]."""
-    lengths = [row.length for row in group.rows]
-    return torch.tensor(lengths, device=group.keys.device) if min(lengths) < max(lengths) else None

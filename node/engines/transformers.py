@@ -10,6 +10,9 @@ from node.engines.requests import check_request
 from node.interfaces import PromptRequest, SampledGroup
 from node.models import ModelBundle
 
+KNEE = {"cpu": 12.0, "cuda": 128.0}
+"""Tokens of a pass below which reading the weights takes longer than the arithmetic, by device: about what a core of
+60 GFLOP/s and 10 GB/s does with float32, and a GPU with its launches."""
 READER_SECONDS = 60.0
 """How long the model waits for whoever reads its groups before it goes on all the same."""
 
@@ -19,8 +22,13 @@ class TransformersEngine:
 
     name = "transformers"
 
-    def __init__(self, bundle: ModelBundle, device: Device, limits: Limits | None = None) -> None:
-        self.bundle, self.device, self.limits = bundle, device, limits or Limits()
+    def __init__(
+        self, bundle: ModelBundle, device: Device, limits: Limits | None = None, *, drafting: bool = True
+    ) -> None:
+        """`drafting`: guess at next tokens where it pays (node/engines/drafting.py)."""
+        self.bundle, self.device = bundle, device
+        knee = KNEE.get(bundle.model.device.type, 0.0) if drafting else 0.0
+        self.limits = limits or Limits(knee=knee)
         self.version = 0
 
     async def generate(
