@@ -46,6 +46,9 @@ class RolloutConfig(Section):
     group_size: int = Field(8, ge=2, le=256, description="G, completions per task")
     temperature: float = Field(1.0, gt=0, le=10, description="sampling temperature")
     max_new_tokens: int = Field(0, ge=0, le=131072, description="cap per completion; 0: the task's own budget")
+    drafting: Literal["auto", "off"] = Field(
+        "auto", description="guess at next tokens from siblings' answers; transformers; auto: where it pays"
+    )
 
     # which groups make up a step (node/scheduling/rounds.py)
     policy: Literal["synchronous", "partial", "tail", "asynchronous"] = Field(
@@ -71,6 +74,7 @@ class EngineConfig(Section):
     url: str = Field(
         "", pattern=r"^(https?://[^\s/]+(/\S*)?)?$", description="a running vLLM server; empty: the node starts one"
     )
+    others: Texts = Field((), description="more vLLM servers like the one at engine.url, to share the rollouts")
     command: str = Field("vllm", min_length=1, description="the vllm program that the node starts")
     args: Texts = Field((), description="more arguments for it (--key=value)")
     gpus: str = Field("", pattern=r"^(\d+(,\d+)*)?$", description="GPUs for it, like 1 or 1,2; empty: the trainer's")
@@ -86,6 +90,12 @@ class EngineConfig(Section):
     start_seconds: float = Field(480.0, gt=0, description="deadline for it to answer after a start")
     update_seconds: float = Field(300.0, gt=0, description="deadline for it to take new weights")
     stall_seconds: float = Field(180.0, gt=0, description="how long it may sample without any token")
+
+    @model_validator(mode="after")
+    def first_of_several(self) -> "EngineConfig":
+        if self.others and not self.url:
+            raise ValueError("engine.others are servers besides the one at engine.url; set engine.url to the first one")
+        return self
 
 
 class TrainConfig(Section):

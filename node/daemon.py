@@ -11,7 +11,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, NoReturn
 
 import psutil
@@ -20,7 +20,7 @@ import torch
 from node.checkpoint import CheckpointStore
 from node.device import Device
 from node.engines.agreement import check_agreement
-from node.engines.choose import make_engine
+from node.engines.choose import make_engines
 from node.engines.transformers import TransformersEngine
 from node.engines.vllm import VllmEngine
 from node.hardware import Setup, prepare
@@ -205,13 +205,24 @@ class Daemon:
         )
         async with self.progress.during("load"):
             await self.scorer.start()
-            engine, parts = await self._make_parts(manifest, self.scorer)
+            engines, parts = await self._make_parts(manifest, self.scorer)
         self.loop = Loop(parts)
         if self.progress.paused is not None:
             self.loop.unpaused.clear()
         self.exchange = parts.exchange
         services.create_task(self._told(parts.exchange.run()), name="exchange")
         await self.loop.recover()
+        for engine in engines:
+            await self._start_engine(engine, parts)
+        await self.loop.run(steps)
+        await self.loop.checkpoint()
+        if stay:
+            self.progress.say("IDLE", f"all {steps} steps are done; serving peers", "stop it: shoal down")
+            await asyncio.Event().wait()
+        raise Stopped
+
+    async def _start_engine(self, engine: TransformersEngine | VllmEngine, parts: Parts) -> None:
+        """Have it serve these weights, and see that it computes what the trainer does."""
         computes_in = []
         if isinstance(engine, VllmEngine):
             async with self.progress.during("engine"):
@@ -226,12 +237,6 @@ class Daemon:
                 dtypes=[str(parts.bundle.model.dtype).removeprefix("torch."), *computes_in],
                 routing=parts.bundle.routing,
             )
-        await self.loop.run(steps)
-        await self.loop.checkpoint()
-        if stay:
-            self.progress.say("IDLE", f"all {steps} steps are done; serving peers", "stop it: shoal down")
-            await asyncio.Event().wait()
-        raise Stopped
 
     async def _know_manifest(self) -> Manifest:
         """The swarm's manifest: from the home, or from a peer by the invite's digest; waits for one."""
@@ -268,7 +273,9 @@ class Daemon:
         setup = prepare(self.config, models_dir())
         return setup, load_model(model.path, device=model.device, dtype=model.dtype, models=models_dir())
 
-    async def _make_parts(self, manifest: Manifest, scorer: Scorer) -> tuple[TransformersEngine | VllmEngine, Parts]:
+    async def _make_parts(
+        self, manifest: Manifest, scorer: Scorer
+    ) -> tuple[Sequence[TransformersEngine | VllmEngine], Parts]:
         config = self.config
         setup, bundle = await self.device.run(self._load)
         self.bundle, self.engine = bundle, setup.choice.why
@@ -276,7 +283,7 @@ class Daemon:
         trainer = await self.device.run(
             functools.partial(LocalTrainer, bundle, config.train, dumps=self.home.path / "dumps")
         )
-        engine = make_engine(
+        engines = make_engines(
             setup,
             config,
             bundle,
@@ -297,13 +304,13 @@ class Daemon:
             seed=config.node.seed,
             on_event=lambda kind, message: self.history.event("info", kind, message),
         )
-        return engine, Parts(
+        return engines, Parts(
             config=config,
             manifest=manifest,
             peer_id=self.identity.peer_id,
             bundle=bundle,
             device=self.device,
-            engine=schedule(config.rollout, [engine]),
+            engine=schedule(config.rollout, engines),
             trainer=trainer,
             scorer=scorer,
             exchange=exchange,

@@ -33,13 +33,17 @@ def make_engine(
     home: Path,
     peer_id: str,
     say: Callable[[str], None],
+    number: int = 0,
 ) -> TransformersEngine | VllmEngine:
-    """The engine, not started yet. `say` is told what it waits for. Raises EngineSetupError."""
+    """The engine, not started yet. `say` is told what it waits for; `number` tells apart those of one node.
+
+    Raises EngineSetupError.
+    """
     machine, choice = setup.machine, setup.choice
     if config.train.routing_replay == "off":
         bundle = dataclasses.replace(bundle, routing=None)
     if choice.name == "transformers":
-        return TransformersEngine(bundle, device)
+        return TransformersEngine(bundle, device, drafting=config.rollout.drafting == "auto")
     engine, sleep = config.engine, sleeps(config, choice, machine)
     if engine.transfer == "nccl" and (choice.shared_gpu or not machine.gpus):
         raise EngineSetupError(
@@ -56,6 +60,8 @@ def make_engine(
         share = gpu_share(config, setup.plan, choice)
         server = VllmServer(server_plan(config, bundle, machine, share=share, sleep=sleep, home=home))
     root = Path(engine.weights_dir).expanduser().absolute() / peer_id[-12:] if engine.weights_dir else home / "weights"
+    if number:
+        root = root.with_name(f"{root.name}-{number}")
     files = WeightFiles(root, functools.partial(export_weights, bundle, untied=unties(bundle, machine)))
     transfer = NcclTransfer(files, device, bundle) if engine.transfer == "nccl" else FileTransfer(files, device)
     address = server.address if server is not None else Address(engine.url)
@@ -63,6 +69,34 @@ def make_engine(
     made = VllmEngine(client, bundle, device, transfer, engine, server=server, sleep=sleep, say=say)
     device.make_room = made.rest
     return made
+
+
+def make_engines(
+    setup: Setup,
+    config: Config,
+    bundle: ModelBundle,
+    device: Device,
+    *,
+    home: Path,
+    peer_id: str,
+    say: Callable[[str], None],
+) -> list[TransformersEngine | VllmEngine]:
+    """The engine, or one for each of `engine.url` and `engine.others`. Raises EngineSetupError."""
+    engines = []
+    for number, url in enumerate((config.engine.url, *config.engine.others)):
+        engine = config.engine.model_copy(update={"url": url, "others": ()})
+        theirs = config.model_copy(update={"engine": engine})
+        made = make_engine(setup, theirs, bundle, device, home=home, peer_id=peer_id, say=say, number=number)
+        engines.append(made)
+    served = [engine for engine in engines if isinstance(engine, VllmEngine)]
+    if len(served) > 1:
+
+        async def rest() -> None:
+            for engine in served:
+                await engine.rest()
+
+        device.make_room = rest
+    return engines
 
 
 def unties(bundle: ModelBundle, machine: Machine) -> bool:

@@ -10,7 +10,9 @@ import torch
 
 from node.config import Config
 from node.device import Device
+from node.engines.choose import make_engines
 from node.engines.transformers import TransformersEngine
+from node.hardware import EngineChoice
 from node.interfaces import Message, Score, Task
 from node.models import load_model
 from node.rollouts import to_group
@@ -117,3 +119,27 @@ def test_policies_that_an_engine_cannot_do_are_refused() -> None:
     made = schedule(rollout(dispatch="divided", chunk_tokens=128, policy="asynchronous"), [vllm, vllm])
     assert (made.name, made.dispatch.by, made.dispatch.chunk_tokens) == ("2 x vllm", "divided", 128)
     assert schedule(rollout(), [transformers]).dispatch.concurrency == 0
+
+
+def test_several_servers_have_directories_of_their_own(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
+    bundle = load_model(str(tiny_model("llama")), device="cpu", dtype="float32", models=tmp_path)
+    config = Config.model_validate(
+        {
+            "engine": {"url": "http://one:8000", "others": "http://two:8000,http://three:8000"},
+            "rollout": {"policy": "asynchronous", "dispatch": "divided"},
+        }
+    )
+    setup: Any = SimpleNamespace(
+        machine=SimpleNamespace(gpus=(), vllm=""), choice=EngineChoice("vllm", "named"), plan=None
+    )
+    engines = make_engines(setup, config, bundle, Device(), home=tmp_path, peer_id="x" * 30, say=print)
+    assert [str(engine.client.address) for engine in engines] == [  # type: ignore[union-attr]
+        "http://one:8000",
+        "http://two:8000",
+        "http://three:8000",
+    ]
+    roots = [engine.transfer.files.root for engine in engines]  # type: ignore[union-attr]
+    assert roots == [tmp_path / "weights", tmp_path / "weights-1", tmp_path / "weights-2"]
+    assert schedule(config.rollout, engines).name == "3 x vllm"
+    with pytest.raises(ValueError, match=r"set engine\.url to the first one"):
+        Config.model_validate({"engine": {"others": "http://two:8000"}})
