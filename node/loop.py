@@ -18,7 +18,7 @@ from node.assign import DataPosition
 from node.checkpoint import CheckpointError, CheckpointStore
 from node.config import Config
 from node.device import Device
-from node.evaluate import held_out
+from node.held_out import Evaluations
 from node.history import History
 from node.interfaces import (
     Batch,
@@ -42,6 +42,7 @@ from node.scheduling.own import OwnRollouts
 from node.scheduling.rounds import Begun
 from node.scorer import Scorer, ScorerError
 from node.selection import Curriculum, ForeignShare, SameRewards
+from node.summary import summarise
 from node.training.distill import taught
 from protocol.manifest import Manifest
 from protocol.rollout import TaskRef
@@ -54,8 +55,6 @@ log = logging.getLogger(__name__)
 
 JOURNAL_RETRY_SECONDS = 10.0
 SKIPS_BEFORE_ALARM = 5
-EVALUATION_RETRIES = 3
-"""Step boundaries at which a failed evaluation is tried again before it waits for its next turn."""
 SKIP_ADVICE = "see shoal logs and shoal groups: are all rewards equal? choose easier environments"
 
 
@@ -90,14 +89,13 @@ class Loop:
         self.curriculum = Curriculum(parts.config.train.curriculum_low, parts.config.train.curriculum_high)
         self.foreign_share = ForeignShare(parts.config.swarm.foreign_groups)
         self._same_rewards = SameRewards()
+        self.evaluations = Evaluations(parts, self.foreign_share.judge)
         self.own = OwnRollouts(parts.engine, parts.bundle, parts.scorer, parts.config)
         self._begun_before: Mapping[str, Any] = {}
         """The saved state that a start goes on from."""
         self.saved: int | None = None
         """The step that the next start will reach; None until that is known."""
         self._checkpointed_at = parts.clock()
-        self._evaluations_failed = 0
-        """How often in a row; 0: none is owed."""
         self.stop = threading.Event()
         self.unpaused = asyncio.Event()
         self.unpaused.set()
@@ -133,7 +131,7 @@ class Loop:
         p = self.parts
         if p.history.held_out_start() is None:
             p.progress.say("STARTING", "taking the first held-out score")
-            await self._evaluate()
+            await self.evaluations.take()
         if steps and p.trainer.step >= steps:
             p.history.event("warning", "steps", f"{p.trainer.step} steps are done already: --steps {steps} trains none")
         skips = 0
@@ -142,8 +140,8 @@ class Loop:
                 p.progress.enter("paused")
                 await self.unpaused.wait()
                 p.progress.resumed_at = p.clock()
-            if 0 < self._evaluations_failed <= EVALUATION_RETRIES:
-                await self._evaluate()
+            if self.evaluations.owed:
+                await self.evaluations.take()
             p.progress.enter("step")
             try:
                 await self.step()
@@ -170,13 +168,20 @@ class Loop:
         foreign = await self._choose_foreign()
         groups = [train_group(r, p.config.train, p.bundle.routing) for r in own + foreign]
         batch = Batch(step, await self._taught(bounded(groups)))
-        summary = self._summary(sampled, own, foreign, p.clock() - started)
+        summary = summarise(
+            sampled,
+            own,
+            foreign,
+            version=p.trainer.step,
+            rollout_seconds=p.progress.stages.get("rollout", 0.0),
+            seconds=p.clock() - started,
+        )
         record = JournalRecord(step, batch, self._state(), summary, p.config.train.model_dump(mode="json"))
         await self._journal(record)
         await self._apply(record)
 
         if p.config.eval.every and step % p.config.eval.every == 0:
-            await self._evaluate()
+            await self.evaluations.take()
         if self._checkpoint_is_due():
             await self.checkpoint()
 
@@ -343,33 +348,6 @@ class Loop:
                 p.history.event("error", "checkpoint", str(error))
         self._checkpointed_at = p.clock()
 
-    async def _evaluate(self) -> None:
-        """Take a held-out score, and keep the weights if it is the best yet. What fails is owed at the next step."""
-        p = self.parts
-        async with p.progress.during("evaluate"):
-            try:
-                scores = await held_out(p.engine, p.bundle, p.scorer, p.config, p.manifest)
-                mean = sum(scores.values()) / len(scores)
-                await self._keep_best(mean)
-                p.history.record_evaluation(p.trainer.step, scores)
-                self.foreign_share.judge(mean)
-            except (ScorerError, StoreError) as error:
-                self._evaluations_failed += 1
-                p.history.event("error", "evaluate", f"step {p.trainer.step} has no held-out score: {error}")
-            else:
-                self._evaluations_failed = 0
-
-    async def _keep_best(self, mean: float) -> None:
-        """Export the weights if they beat those exported and the score that training started from."""
-        p = self.parts
-        before = [await p.device.run(p.checkpoints.best_score), p.history.held_out_start()]
-        if p.trainer.step == 0 or any(score is not None and score >= mean for score in before):
-            return
-        try:
-            await p.device.run(p.checkpoints.save_best, p.trainer.step, mean, p.trainer.export)
-        except CheckpointError as error:
-            p.history.event("error", "checkpoint", str(error))
-
     def _say_training(self) -> None:
         p = self.parts
         peers = len(p.exchange.transport.peers())
@@ -405,33 +383,6 @@ class Loop:
         if "foreign_share" in state:
             self.foreign_share.restore(state["foreign_share"])
         self._begun_before = state
-
-    def _summary(
-        self, sampled: Sequence[Rollout], own: Sequence[Rollout], foreign: Sequence[Rollout], seconds: float
-    ) -> dict[str, Any]:
-        """What the history keeps of a step besides the update's own numbers. Rewards are those of all own samples."""
-        scores = [score for rollout in sampled for score in rollout.scores]
-        samples = [sample for rollout in sampled for sample in rollout.samples]
-        by_environment: dict[str, list[float]] = {}
-        for rollout in sampled:
-            by_environment.setdefault(rollout.ref.environment, []).extend(rollout.rewards)
-        tokens = sum(len(sample.token_ids) for sample in samples)
-        rollout_seconds = self.parts.progress.stages.get("rollout", 0.0)
-        return {
-            "reward": sum(score.reward for score in scores) / max(1, len(scores)),
-            "rewards": {name: sum(values) / len(values) for name, values in sorted(by_environment.items())},
-            "sampled_groups": len(sampled),
-            "own_groups": len(own),
-            "foreign_groups": len(foreign),
-            "own_informative": sum(rollout.informative for rollout in own),
-            "foreign_informative": sum(rollout.informative for rollout in foreign),
-            "unparsed": sum(not score.parsed for score in scores) / max(1, len(scores)),
-            "truncated": sum(sample.finish == "length" for sample in samples) / max(1, len(samples)),
-            "rollout_tokens": tokens,
-            "staleness": max((self.parts.trainer.step - sample.version for sample in samples), default=0),
-            "tokens_per_second": tokens / rollout_seconds if rollout_seconds else 0.0,
-            "prepare_seconds": seconds,
-        }
 
 
 def model_mark(bundle: ModelBundle) -> str:

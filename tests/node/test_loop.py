@@ -14,10 +14,11 @@ import torch
 from node.checkpoint import CheckpointError, CheckpointStore
 from node.config import Config, TrainConfig
 from node.device import Device
+from node.held_out import RETRIES
 from node.history import History
 from node.interfaces import Batch, StepSkipped, UpdateStats
 from node.journal import JournalRecord
-from node.loop import EVALUATION_RETRIES, Loop, model_mark
+from node.loop import Loop, model_mark
 from node.progress import Progress
 from node.scorer import ScorerError
 from protocol.manifest import embedded_manifest
@@ -158,7 +159,7 @@ def scores_in_turn(monkeypatch: pytest.MonkeyPatch, *outcomes: float | Exception
             raise outcome
         return {"a": outcome}
 
-    monkeypatch.setattr("node.loop.held_out", evaluate)
+    monkeypatch.setattr("node.held_out.held_out", evaluate)
     return left
 
 
@@ -169,7 +170,7 @@ async def test_a_failed_evaluation_costs_a_score_and_not_the_node(
     async def fail(*arguments: object) -> None:
         raise trouble
 
-    monkeypatch.setattr("node.loop.held_out", fail)
+    monkeypatch.setattr("node.held_out.held_out", fail)
     loop = make_loop(FakeTrainer())
     await loop.run(0)
     assert loop.parts.history.held_out_start() is None
@@ -194,7 +195,7 @@ async def test_an_evaluation_that_keeps_failing_is_not_tried_at_every_step(
     steps_of_nothing(loop, monkeypatch)
     left = scores_in_turn(monkeypatch, *[ScorerError("gone")] * 10)
     await loop.run(8)
-    assert 10 - len(left) == 1 + EVALUATION_RETRIES
+    assert 10 - len(left) == 1 + RETRIES
 
 
 async def test_the_best_weights_are_those_that_could_be_written(
@@ -214,7 +215,7 @@ async def test_the_best_weights_are_those_that_could_be_written(
     loop.parts.trainer.export = export  # type: ignore[method-assign]
     for step in range(5):
         loop.parts.trainer.step = step
-        await loop._evaluate()
+        await loop.evaluations.take()
     assert writes == [2, 3]  # worse than the initial model: no; failed; better than what there is; worse than that
     assert (loop.parts.checkpoints.find("best").step, loop.parts.checkpoints.best_score()) == (3, 0.5)
     assert [found["mean"] for found in loop.parts.history.evaluations(-1, 99)] == [0.3, 0.2, 0.9, 0.5, 0.4]

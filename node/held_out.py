@@ -1,0 +1,56 @@
+"""Held-out scores of the policy as it trains, made up for where one failed, and the weights that had the best one."""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from node.checkpoint import CheckpointError
+from node.evaluate import held_out
+from node.scorer import ScorerError
+from swarm.experience import StoreError
+
+if TYPE_CHECKING:
+    from node.loop import Parts
+
+RETRIES = 3
+"""Step boundaries at which a failed evaluation is tried again before it waits for its next turn."""
+
+
+class Evaluations:
+    """Takes held-out scores between steps. `judge` is told every mean."""
+
+    def __init__(self, parts: "Parts", judge: Callable[[float], None]) -> None:
+        self.parts, self._judge = parts, judge
+        self._failed = 0
+        """How often in a row."""
+
+    @property
+    def owed(self) -> bool:
+        """Whether the last one failed and is to be made up for before the next step."""
+        return 0 < self._failed <= RETRIES
+
+    async def take(self) -> None:
+        """Score the policy, and keep its weights if they are the best yet. Failure costs the score, not the node."""
+        p = self.parts
+        async with p.progress.during("evaluate"):
+            try:
+                scores = await held_out(p.engine, p.bundle, p.scorer, p.config, p.manifest)
+                mean = sum(scores.values()) / len(scores)
+                await self._keep_best(mean)
+                p.history.record_evaluation(p.trainer.step, scores)
+                self._judge(mean)
+            except (ScorerError, StoreError) as error:
+                self._failed += 1
+                p.history.event("error", "evaluate", f"step {p.trainer.step} has no held-out score: {error}")
+            else:
+                self._failed = 0
+
+    async def _keep_best(self, mean: float) -> None:
+        """Export the weights if they beat those exported and the score that training started from."""
+        p = self.parts
+        before = [await p.device.run(p.checkpoints.best_score), p.history.held_out_start()]
+        if p.trainer.step == 0 or any(score is not None and score >= mean for score in before):
+            return
+        try:
+            await p.device.run(p.checkpoints.save_best, p.trainer.step, mean, p.trainer.export)
+        except CheckpointError as error:
+            p.history.event("error", "checkpoint", str(error))
