@@ -43,8 +43,8 @@ port = 0
 [network]
 listen = "/ip4/127.0.0.1/tcp/0"
 [swarm]
-own_groups = 2
-foreign_groups = 0
+own_groups = 1
+foreign_groups = 2
 [rollout]
 group_size = 4
 """
