@@ -22,6 +22,9 @@ class Row:
     """Answer tokens whose keys and values are computed."""
     draft: list[int] = field(default_factory=list)
     """Guesses at the tokens after it, to be computed with it (node/engines/drafting.py)."""
+    compared: list[int] = field(default_factory=list)
+    """Guesses that are only compared with what is drawn, of which the first `hits` were."""
+    hits: int = 0
     endings: Endings = ()
     """Where the group's trie knows the last tokens from."""
 

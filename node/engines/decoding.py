@@ -223,14 +223,24 @@ def _beginnings(request: PromptRequest) -> dict[tuple[int, ...], list[int]]:
 
 
 def _guess(groups: list[Group], drafter: Drafter, stop_ids: frozenset[int]) -> None:
-    """Give rows the guesses that pay."""
-    least = drafter.least(sum(len(group.rows) for group in groups))
+    """Give rows the guesses that pay, to be computed or to be compared with what comes."""
+    answers = sum(len(group.rows) for group in groups)
+    least, compute = drafter.least(answers), answers > 0 and drafter.decide(answers)
     for group in groups:
         if group.trie is None:
             continue
         for row in group.rows:
+            if row.compared and not compute:
+                continue
             most = group.request.max_new_tokens - len(group.tokens[row.members[0]]) - 1
-            row.draft = group.trie.guess(row.endings, most, least, drafter.trust, stop_ids)
+            guess = group.trie.guess(row.endings, most, least, stop_ids)
+            row.compared, row.hits = [], 0
+            if not guess:
+                drafter.learn(0, 0)
+            elif compute:
+                row.draft = guess
+            else:
+                row.compared = guess
 
 
 def _step(bundle: ModelBundle, groups: list[Group]) -> torch.Tensor:
@@ -280,52 +290,58 @@ def _sample(bundle: ModelBundle, groups: list[Group], states: torch.Tensor, draf
     drawn.clamp_(max=logits.shape[-1] - 1)
     chosen = (logits.gather(1, drawn) - lse).tolist()
     tokens = drawn.tolist()
-    answers = sum(len(group.rows) for group in groups)
     at = 0
     for group in groups:
         branches: list[tuple[int, Row]] = []
         for slot, row in enumerate(group.rows):
             end = at + 1 + len(row.draft)
-            onward, accepted = _advance(group, row, bundle.stop_ids, tokens[at:end], chosen[at:end])
-            branches += [(slot, branch) for branch in onward]
-            if drafter is not None and row.draft:
-                drafter.learn(accepted, answers)
+            branches += [
+                (slot, on) for on in _advance(group, row, bundle.stop_ids, tokens[at:end], chosen[at:end], drafter)
+            ]
             at = end
         _place(group, branches)
 
 
 def _advance(
-    group: Group, row: Row, stop_ids: frozenset[int], drawn: list[list[int]], logprobs: list[list[float]]
-) -> tuple[list[Row], list[float]]:
+    group: Group,
+    row: Row,
+    stop_ids: frozenset[int],
+    drawn: list[list[int]],
+    logprobs: list[list[float]],
+    drafter: Drafter | None,
+) -> list[Row]:
     """Write down what each sample of a row drew, as far as its guesses were drawn and one token more.
 
-    The row goes on once per distinct token that does not end its samples. Returns those rows, and for each guess the
-    share of the samples that drew it.
+    The row goes on once per distinct token that does not end its samples: returns those rows.
     """
     paths: dict[tuple[int, int, bool], list[int]] = {}
-    taken = [0] * len(row.draft)
     for i, member in enumerate(row.members):
         for ahead, (token, logprob) in enumerate(zip((of[i] for of in drawn), (of[i] for of in logprobs), strict=True)):
             group.tokens[member].append(token)
             group.logprobs[member].append(logprob)
-            guessed = ahead < len(row.draft) and token == row.draft[ahead]
-            if guessed:
-                taken[ahead] += 1
             if token in stop_ids:
                 group.finish[member] = "stop"
             over = token in stop_ids or len(group.tokens[member]) >= group.request.max_new_tokens
-            if over or not guessed:
+            if over or ahead == len(row.draft) or token != row.draft[ahead]:
                 paths.setdefault((ahead, token, over), []).append(member)
                 break
+    if drafter is not None and row.draft:
+        drafter.learn(len(row.draft), sum(path[0] * len(members) for path, members in paths.items()) / len(row.members))
     onward = []
     for (ahead, token, over), members in paths.items():
-        endings = row.endings
+        on = Row(members, token, row.length + ahead, endings=row.endings)
         if group.trie is not None:
             for said in (*row.draft[:ahead], token):
-                endings = group.trie.add(endings, said, len(members))
+                on.endings = group.trie.add(on.endings, said, len(members))
+        if drafter is not None and row.compared:
+            hit = token == row.compared[row.hits]
+            if hit and not over and row.hits + 1 < len(row.compared):
+                on.compared, on.hits = row.compared, row.hits + 1
+            else:
+                drafter.learn(len(row.compared), row.hits + hit)
         if not over:
-            onward.append(Row(members, token, row.length + ahead, endings=endings))
-    return onward, [count / len(row.members) for count in taken]
+            onward.append(on)
+    return onward
 
 
 def _place(group: Group, branches: list[tuple[int, Row]]) -> None:

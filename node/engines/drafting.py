@@ -5,11 +5,10 @@ next after the longest common ending, and how often (Seer, arXiv 2511.14617). Th
 an answer in one pass, and samples at each of them as it would have: a guess only counts while it is what was drawn, so
 what is sampled is the same with drafting and without (rejection sampling with a draft that is certain of its token).
 
-A pass over more tokens takes longer, so a guess is made only where it pays: see `Drafter`. All of this follows from the
+A pass over more tokens takes longer, so guesses are computed only where that pays, which is found out beforehand, for
+nothing: they are made, and compared with what is drawn without them (see `Drafter`). All of this follows from the
 tokens alone, never from measured time: a repeated run must draft the same.
 """
-
-from collections.abc import Sequence
 
 DEPTH = 6
 """Longest ending that is looked up."""
@@ -21,10 +20,14 @@ DOUBT = 2
 """Times that something else is taken to have been said after every ending."""
 MARGIN = 1.25
 """How many times what it costs a guess must be worth: its chance is an estimate."""
-TRIED = 8.0
-"""Guessed tokens that the estimates are believed like before any were tried."""
-PATIENCE = 64.0
-"""Tokens' worth of time that guesses may cost a call of the engine before it makes no more."""
+FADING = 0.99
+"""What one more answer and pass leaves of those before it."""
+TRIED = 40.0
+"""Answers and passes looked at before guesses are computed; with FADING never more than 100 count."""
+UNEVEN = 1.1
+"""How much longer a pass takes when answers are of different lengths."""
+PAYS, STILL_PAYS = 1.3, 1.1
+"""Expected gain at which guesses begin, and end, to be computed."""
 
 
 class Node:
@@ -73,13 +76,8 @@ class SuffixTrie:
     def _after(self, endings: Endings, token: int) -> Endings:
         return (self.root, *(node.children[token] for node in endings[:DEPTH] if token in node.children))
 
-    def guess(
-        self, endings: Endings, most: int, least: float, trust: float, stop_ids: frozenset[int] = frozenset()
-    ) -> list[int]:
-        """The likeliest next tokens, while all of them together are likelier than `least`, up to one that ends.
-
-        `trust` is what the trie's estimates are multiplied with, once per token.
-        """
+    def guess(self, endings: Endings, most: int, least: float, stop_ids: frozenset[int] = frozenset()) -> list[int]:
+        """The likeliest next tokens, while all of them together are likelier than `least`, up to one that ends."""
         tokens: list[int] = []
         chance = 1.0
         while len(tokens) < min(most, LONGEST):
@@ -87,7 +85,7 @@ class SuffixTrie:
             if known is self.root:
                 break
             token, child = max(known.children.items(), key=lambda item: item[1].count)
-            chance *= trust * child.count / (known.said + DOUBT)
+            chance *= child.count / (known.said + DOUBT)
             if chance <= least:
                 break
             tokens.append(token)
@@ -98,30 +96,38 @@ class SuffixTrie:
 
 
 class Drafter:
-    """How far to guess, in one call of the engine.
+    """Whether and how far to guess, in one call of the engine.
 
     A pass over T tokens takes about as long as `knee` + T of them alone: below the knee it is the weights that are
     read, whatever T is. With n answers a pass yields n tokens, so a token is worth (knee + n) / n; a guess costs 1 and
-    is worth its chance times that. Guesses that have cost more than they were worth end all guessing.
+    is worth its chance times that.
     """
 
     def __init__(self, knee: float) -> None:
         self.knee = knee
-        self.guessed = self.drawn = 0.0
-        self.gain = 0.0
-        """Tokens' worth of time saved so far."""
-
-    @property
-    def trust(self) -> float:
-        """What estimates are lowered by: below 1 once fewer than half of the guesses tried were drawn."""
-        return 1.0 if self.guessed < TRIED else min(1.0, 0.5 + self.drawn / self.guessed)
+        self.on = False
+        """Guesses are computed; otherwise they are only compared."""
+        self.seen = self.guessed = self.drawn = 0.0
+        """Answers and passes looked at, guesses in them, and those of them that were drawn; older ones fade."""
 
     def least(self, answers: int) -> float:
         """Chance over which a guess pays when so many answers are sampled together; 1: none does."""
-        return min(1.0, MARGIN * answers / (self.knee + answers)) if self.gain > -PATIENCE else 1.0
+        return min(1.0, MARGIN * answers / (self.knee + answers))
 
-    def learn(self, accepted: Sequence[float], answers: int) -> None:
-        """What became of one answer's guesses: the share of its samples that drew each."""
-        self.guessed += len(accepted)
-        self.drawn += sum(accepted)
-        self.gain += sum(accepted) * (self.knee + answers) / answers - len(accepted)
+    def learn(self, guessed: int, drawn: float) -> None:
+        """What became of one answer's guesses in one pass."""
+        self.seen = FADING * self.seen + 1
+        self.guessed = FADING * self.guessed + guessed
+        self.drawn = FADING * self.drawn + drawn
+
+    def gain(self, answers: int) -> float:
+        """Tokens in a given time with such guesses, over those without."""
+        if self.seen < TRIED:
+            return 0.0
+        tokens, passed = 1 + self.drawn / self.seen, 1 + self.guessed / self.seen
+        return tokens * (self.knee + answers) / ((self.knee + answers * passed) * UNEVEN)
+
+    def decide(self, answers: int) -> bool:
+        """Whether to compute guesses in the next pass."""
+        self.on = self.gain(answers) > (STILL_PAYS if self.on else PAYS)
+        return self.on

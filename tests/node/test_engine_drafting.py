@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from node.device import Device
-from node.engines import decoding
+from node.engines import decoding, drafting
 from node.engines.decoding import Limits
-from node.engines.drafting import LONGEST, MARGIN, MOST_SAID, PATIENCE, Drafter, SuffixTrie
+from node.engines.drafting import LONGEST, MARGIN, MOST_SAID, TRIED, UNEVEN, Drafter, SuffixTrie
 from node.engines.transformers import KNEE, TransformersEngine
 from node.interfaces import PromptRequest, Sample
 from node.models import ModelBundle, load_model
@@ -44,6 +44,8 @@ async def test_what_is_sampled_is_the_same_with_guesses_and_without(
         return forward(bundle, token_ids, *others)  # type: ignore[arg-type]
 
     monkeypatch.setattr(decoding, "_forward", counted)
+    monkeypatch.setattr(drafting, "PAYS", -1.0)
+    monkeypatch.setattr(drafting, "STILL_PAYS", -1.0)  # guesses are computed from the first one on
     start = Sample((9, 8, 7, 9, 8), (-1.0,) * 5, "aborted", 0)
     requests = [
         ask("a", (5, 6, 7) * 4, n=6, new=40, temperature=temperature),
@@ -82,11 +84,11 @@ def trie_of(*sequences: str) -> SuffixTrie:
     return trie
 
 
-def guess(trie: SuffixTrie, after: str, most: int = 99, least: float = 0.0, trust: float = 1.0) -> str:
+def guess(trie: SuffixTrie, after: str, most: int = 99, least: float = 0.0) -> str:
     said = trie.start
     for letter in after:
         said = (trie.root, *(node.children[ord(letter)] for node in said[:6] if ord(letter) in node.children))
-    return "".join(map(chr, trie.guess(said, most, least, trust)))
+    return "".join(map(chr, trie.guess(said, most, least)))
 
 
 def test_a_guess_goes_on_as_siblings_did_after_the_longest_common_ending() -> None:
@@ -102,8 +104,7 @@ def test_a_guess_stops_where_it_gets_unlikely() -> None:
     trie = trie_of(*["ab"] * 6, *["ac"] * 2)
     assert guess(trie, "a", least=0.55) == "b"  # 6 of 8 and 2 for what was never said
     assert guess(trie, "a", least=0.61) == ""
-    assert guess(trie, "a", least=0.55, trust=0.9) == ""
-    ending = trie.guess((trie.root, trie.root.children[ord("a")]), 9, 0.0, 1.0, frozenset({ord("b")}))
+    ending = trie.guess((trie.root, trie.root.children[ord("a")]), 9, 0.0, frozenset({ord("b")}))
     assert ending == [ord("b")]
 
 
@@ -118,18 +119,50 @@ def test_a_full_trie_remembers_no_more_and_still_finds() -> None:
     assert len(trie.add(trie.add(said, 3), 4)) == 3
 
 
-def test_guesses_are_made_where_they_pay_and_end_where_they_did_not() -> None:
+def test_guesses_are_computed_once_they_are_known_to_pay_and_no_longer_than_that() -> None:
     drafter = Drafter(12.0)
     assert drafter.least(1) == pytest.approx(MARGIN / 13)
     assert drafter.least(12) == pytest.approx(MARGIN / 2)
     assert drafter.least(64) == 1.0  # no guess can be that sure
-    drafter.learn([1.0, 1.0, 0.5, 0.0], answers=4)
-    assert drafter.gain == pytest.approx(2.5 * 4 - 4)
-    assert drafter.trust == 1.0
-    for _ in range(int(PATIENCE) // 4 + 3):
-        drafter.learn([0.0] * 4, answers=4)
-    assert drafter.trust < 0.6
-    assert drafter.least(1) == 1.0
+    for _ in range(int(TRIED) * 2):
+        assert not drafter.decide(2) or drafter.seen >= TRIED
+        drafter.learn(3, 2.0)
+    assert drafter.gain(2) == pytest.approx(3 * 14 / ((12 + 2 * 4) * UNEVEN))
+    assert drafter.decide(2)
+    assert not drafter.decide(24)  # the same guesses do not pay with so many answers
+    assert drafter.decide(2)
+    for _ in range(200):
+        drafter.learn(3, 0.0)
+    assert not drafter.decide(2)
+
+
+async def test_comparing_finds_out_what_computing_would_gain(
+    bundle: ModelBundle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One answer that runs in circles: first only compared, then computed, and both see the same hits."""
+    drafters: list[Drafter] = []
+
+    class Watched(Drafter):
+        def __init__(self, knee: float) -> None:
+            super().__init__(knee)
+            drafters.append(self)
+            self.decided: list[bool] = []
+
+        def decide(self, answers: int) -> bool:
+            self.decided.append(super().decide(answers))
+            return self.decided[-1]
+
+    monkeypatch.setattr(decoding, "Drafter", Watched)
+    request = ask("c", (5, 6, 7) * 4, n=1, new=400, temperature=1e-4)
+    endless = replace(bundle, stop_ids=frozenset())
+    plain = await run(endless, 0.0, request)
+    assert [s.token_ids for s in (await run(endless, 12.0, request))["c"]] == [s.token_ids for s in plain["c"]]
+    (drafter,) = drafters
+    assert isinstance(drafter, Watched)
+    first = drafter.decided.index(True)
+    assert first >= TRIED
+    assert all(drafter.decided[first:])
+    assert len(drafter.decided) < 0.6 * len(plain["c"][0].token_ids)
 
 
 async def test_drafting_can_be_left_out(bundle: ModelBundle) -> None:
