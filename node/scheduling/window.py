@@ -1,5 +1,6 @@
 """Which of the begun groups make up a step: bounded staleness, a window over the order they were begun in."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -26,14 +27,15 @@ def choose(
 
     - No group is left over that would be too stale later: of those that may wait at most j more steps, no more than
       `count * j` are left (earliest deadline first: what is left can then all be taken in time).
-    - Windowed FIFO: only groups fewer than `window` places after the oldest one left over (0: any), so that short
+    - Windowed FIFO: only groups fewer than `window` places after the oldest unfinished one (0: any), so that short
       answers cannot overtake long ones for ever, which would shift what is trained on towards them.
 
     Groups that are too stale already must have been restarted by the caller.
     """
     ordered = sorted(candidates, key=lambda one: one.place)
-    eligible = [one for one in ordered if not window or one.place < ordered[0].place + window]
-    finished = sorted((one for one in eligible if one.finished is not None), key=lambda one: one.finished or 0)
+    oldest = next((one.place for one in ordered if one.finished is None), math.inf)
+    eligible = [one for one in ordered if one.finished is not None and (not window or one.place < oldest + window)]
+    finished = sorted(eligible, key=lambda one: one.finished or 0)
     chosen: set[int] = set()
     for steps in range(max_staleness + 1):
         due = {one.place for one in ordered if one.oldest is not None and one.oldest + max_staleness <= version + steps}

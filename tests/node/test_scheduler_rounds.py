@@ -99,6 +99,23 @@ def test_partial_steps_take_the_first_and_go_on_with_the_rest_under_the_next_wei
     run_virtual(run())
 
 
+def test_short_groups_overtake_long_ones_within_the_window_only() -> None:
+    async def run() -> None:
+        for window in (1, 4, 0):
+            node = Node(Plan("partial", over_provision=3.0, max_staleness=5, window=window))
+            furthest = 0
+            for _ in range(6):
+                node.begin(3)
+                taken = await node.rounds.take(3)
+                await node.scheduler.update_weights(node.scheduler.version + 1)
+                waiting = [one.place for one in node.rounds.begun if one.finished is None]
+                if waiting:
+                    furthest = max(furthest, *(one.place - min(waiting) for one in taken))
+            assert furthest < window or (window == 0 and furthest >= 4)
+
+    run_virtual(run())
+
+
 def test_a_resumed_group_asks_only_for_what_is_open_and_names_every_token() -> None:
     async def run() -> None:
         node = Node(Plan("partial", over_provision=2.0, max_staleness=2))

@@ -44,7 +44,10 @@ def test_short_answers_overtake_the_oldest_only_within_the_window() -> None:
     assert take(candidates, 2) == [11, 14]
     assert take(candidates, 2, window=5) == [11, 14]
     assert take(candidates, 2, window=4) is None
-    assert take([begun(10, 3), *candidates[1:]], 2, window=4) == [10, 11]
+    # the window moves once the oldest one is finished: 12 is the next that is not
+    assert take([begun(10, 3), *candidates[1:]], 2, window=4) == [11, 14]
+    assert take([begun(10, 3), *candidates[1:]], 2, window=2) == [10, 11]
+    assert take([begun(10, 1), begun(90, 0), begun(99, 2)], 3, window=2) == [10, 90, 99]
 
 
 def test_staleness_is_bounded_whatever_finishes_first() -> None:
