@@ -123,7 +123,7 @@ def grouped(prompt: int, completion: int, size: int, *, vocabulary: int) -> Case
 
 
 def branching(
-    prompt: int = 256, turn: int = 16, answer: int = 64, branches: tuple[int, int] = (4, 4), *, vocabulary: int
+    prompt: int = 256, turn: int = 16, answer: int = 48, branches: tuple[int, int] = (4, 4), *, vocabulary: int
 ) -> Case:
     """Two turns: each first turn gets an environment's answer, after which several second turns branch."""
     tokens = _tokens(vocabulary, prompt, turn, answer)
