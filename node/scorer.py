@@ -132,6 +132,11 @@ class Scorer:
         self.failures += sum(result.score is None for result in done)
         return [score for score in scores if score is not None]
 
+    @property
+    def pid(self) -> int | None:
+        """Of the process, while there is one."""
+        return None if self._process is None else self._process.pid
+
     async def close(self) -> None:
         """End the process. Calls still waiting for it start a new one."""
         await self._kill()

@@ -39,6 +39,7 @@ class Side:
     async def __aenter__(self) -> "Side":
         threads = str(self.spec["threads"])
         quiet = {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
+        same_tasks = {"PYTHONHASHSEED": "0"}  # as in the scorer's process
         self._process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-P",
@@ -48,7 +49,7 @@ class Side:
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
             limit=LINE_BYTES,
-            env={**os.environ, "OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, **quiet},
+            env={**os.environ, "OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, **quiet, **same_tasks},
         )
         assert self._process.stderr is not None
         self._errors = asyncio.create_task(_tail(self._process.stderr))
