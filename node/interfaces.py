@@ -181,7 +181,8 @@ class UpdateStats:
     kl_behaviour: float
     """mean(mu - new) over own tokens: the mismatch between rollout and training, measured each step."""
     max_mismatch: float
-    """max |mu - old| over own tokens sampled by the current version."""
+    """max |mu - old| over own tokens. With policies `partial` and `asynchronous` some are of older versions, which
+    counts too: without it the number is what engine and trainer make of the same weights."""
     clip_fraction: float
     ess: float
     """Effective sample size of the correction weights, as a share in (0, 1]."""
