@@ -253,7 +253,17 @@ class Loop:
     def _pool_size(self) -> int:
         p = self.parts
         swarm = p.config.swarm
-        return p.sampler.available(p.store.pool(p.clock()), max_uses=swarm.max_group_uses)
+        return p.sampler.available(
+            p.store.pool(p.clock()),
+            self._foreign_count(),
+            max_uses=swarm.max_group_uses,
+            max_producer_share=self._producer_share(),
+        )
+
+    def _producer_share(self) -> float:
+        """Admission rule 12: the manifest's cap holds on every node; a node may set less, not more."""
+        p = self.parts
+        return min(p.config.swarm.max_producer_share, p.manifest.caps.max_producer_share)
 
     async def _choose_foreign(self) -> list[Rollout]:
         """J groups drawn from the admitted, informative ones (SAPO), re-encoded for this model."""
@@ -264,7 +274,7 @@ class Loop:
                 p.store.pool(p.clock()),
                 self._foreign_count(),
                 max_uses=swarm.max_group_uses,
-                max_producer_share=swarm.max_producer_share,
+                max_producer_share=self._producer_share(),
                 weight=p.exchange.weight,
             )
             rollouts = []

@@ -24,9 +24,11 @@ class Sampler:
         self._random = random.Random(seed)
         self._uses: dict[bytes, int] = {}
 
-    def available(self, pool: Sequence[PoolEntry], *, max_uses: int) -> int:
-        """How many groups of the pool may still be used."""
-        return sum(self._uses.get(entry.digest, 0) < max_uses for entry in pool)
+    def available(self, pool: Sequence[PoolEntry], count: int, *, max_uses: int, max_producer_share: float) -> int:
+        """How many of `count` entries `choose` could give of this pool, if no producer's weight is 0."""
+        usable = Counter(entry.producer for entry in pool if self._uses.get(entry.digest, 0) < max_uses)
+        quota = producer_quota(count, max_producer_share, len(usable))
+        return min(count, sum(min(groups, quota) for groups in usable.values()))
 
     def choose(
         self,

@@ -16,6 +16,7 @@ from node.scheduling.rounds import Begun
 from node.selection import SAME_REWARDS_ALARM
 from protocol.manifest import embedded_manifest
 from protocol.rollout import TaskRef
+from swarm.experience import PoolEntry, UnknownGroup
 from swarm.sampler import Sampler
 
 
@@ -123,6 +124,32 @@ async def test_own_groups_take_the_place_of_foreign_ones_that_are_not_wanted(
     again = make_loop(lambda i: True, foreign_adaptive=True)
     again._restore(adaptive._state())
     assert again._foreign_count() == 2
+
+
+@pytest.mark.parametrize(("own_share", "most"), [(1.0, 2), (0.25, 1)])
+async def test_a_flood_fills_no_more_of_an_update_than_the_manifest_lets_it(
+    make_loop: Callable[..., Loop], own_share: float, most: int
+) -> None:
+    loop = make_loop(lambda i: True)
+    producers = ["flood"] * 96 + ["a", "b", "c"]
+    pool = [PoolEntry(i.to_bytes(32, "big"), producer, (0.0, 1.0), float(i)) for i, producer in enumerate(producers)]
+    used: list[bytes] = []
+
+    def gone(digest: bytes) -> None:
+        raise UnknownGroup(digest.hex())
+
+    p: Any = loop.parts
+    p.config = Config.model_validate({"swarm": {"max_producer_share": own_share}})
+    p.store = SimpleNamespace(pool=lambda now: pool, group_body=gone, mark_used=used.extend)
+    p.exchange = SimpleNamespace(weight=lambda producer: 1.0)
+    assert p.manifest.caps.max_producer_share == 0.5
+    for seed in range(20):
+        p.sampler = Sampler(seed)
+        assert loop._pool_size() == 4
+        used.clear()
+        await loop._choose_foreign()
+        assert len(used) == 4
+        assert sum(producers[int.from_bytes(digest, "big")] == "flood" for digest in used) <= most
 
 
 async def test_environments_outside_the_window_get_few_tasks(make_loop: Callable[..., Loop]) -> None:

@@ -23,16 +23,20 @@ def choose(sampler: Sampler, entries: list[PoolEntry], count: int, *, uses: int 
     )
 
 
+def available(sampler: Sampler, entries: list[PoolEntry], count: int, *, uses: int = 1, share: float = 1.0) -> int:
+    return sampler.available(entries, count, max_uses=uses, max_producer_share=share)
+
+
 def test_draws_without_replacement_and_counts_uses() -> None:
     sampler, entries = Sampler(1), pool(a=6)
     first = choose(sampler, entries, 4)
     assert len({entry.digest for entry in first}) == 4
-    assert sampler.available(entries, max_uses=1) == 2
+    assert available(sampler, entries, 9) == 2
     second = choose(sampler, entries, 4)
     assert {e.digest for e in first} | {e.digest for e in second} == {e.digest for e in entries}
     assert choose(sampler, entries, 4) == []
-    assert sampler.available(entries, max_uses=2) == 6
-    assert sampler.available([], max_uses=2) == 0
+    assert available(sampler, entries, 9, uses=2) == 6
+    assert available(sampler, [], 9, uses=2) == 0
 
 
 def test_fresh_groups_come_before_used_ones() -> None:
@@ -70,6 +74,15 @@ def test_a_flood_does_not_fill_the_update() -> None:
     assert Counter(e.producer for e in chosen)["flood"] <= 2
 
 
+@pytest.mark.parametrize("groups", [{"a": 9}, {"a": 9, "b": 1}, {"a": 9, "b": 1, "c": 1}, {"a": 1, "b": 2}, {}])
+def test_what_is_available_is_what_a_choice_gives(groups: dict[str, int]) -> None:
+    for share in (0.25, 0.5, 1.0):
+        assert available(Sampler(1), pool(**groups), 4, share=share) == len(
+            choose(Sampler(1), pool(**groups), 4, share=share)
+        )
+    assert available(Sampler(1), pool(a=9, b=1), 4, share=0.5) == 3
+
+
 def test_the_only_producer_of_a_small_swarm_fills_the_update() -> None:
     assert len(choose(Sampler(1), pool(a=9), 4, share=0.25)) == 4
     assert Counter(e.producer for e in choose(Sampler(1), pool(a=9, b=9), 4, share=0.25)) == {"a": 2, "b": 2}
@@ -100,7 +113,7 @@ def test_the_state_is_bounded() -> None:
         choose(sampler, entries, 500)
     uses = sampler.state()["uses"]
     assert len(uses) == MAX_REMEMBERED
-    assert sampler.available(entries, max_uses=1) == 0, "the latest are the ones remembered"
+    assert available(sampler, entries, 9) == 0, "the latest are the ones remembered"
 
 
 def test_a_state_that_is_none_is_refused() -> None:
