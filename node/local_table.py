@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
+from rich.text import Text
 
 if TYPE_CHECKING:
     from node.local import Member
@@ -41,7 +42,7 @@ class LiveTable:
             return
         table = Table(*COLUMNS, title="Shoal: a swarm on this machine", caption="Ctrl-C stops; make run goes on")
         for member in members:
-            table.add_row(*row(member))
+            table.add_row(*(Text(cell) for cell in row(member)))  # Text: what an error quotes is no markup
         self._live.update(table, refresh=True)
 
     def _show_plain(self, members: Sequence["Member"]) -> None:
