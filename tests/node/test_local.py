@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 
 from node.client import DaemonUnreachable, RequestRefused, connect
-from node.home import Home, HomeError
-from protocol.manifest import EnvironmentSpec, make_manifest
+from node.home import Home, HomeError, HomeLocked
+from node.local import prepare
+from protocol.manifest import EnvironmentSpec, embedded_manifest, make_manifest
 
 DEADLINE = 240.0
 QUICK = (
@@ -111,3 +112,19 @@ def test_a_killed_node_comes_back_and_ctrl_c_loses_nothing(swarm: Path, tiny_mod
         assert "saved" in output
     with local(swarm, tiny_model("llama", ascii_only=True)) as process:
         until(lambda: all(status(swarm, n)["step"] >= steps[n - 1] for n in (1, 2)), process)
+
+
+def test_a_swarm_that_runs_already_is_left_alone(swarm: Path) -> None:
+    first = Home(swarm / "node-1")
+    first.keep_listen_port(9)
+    with first.lock(), pytest.raises(HomeLocked, match=r"node-1 is in use by process \d+ ; stop it"):
+        prepare(swarm, 2)
+    assert first.listen_port() == 9
+
+
+def test_a_node_of_another_swarm_is_named_with_the_way_out(swarm: Path) -> None:
+    other = Home(swarm / "node-2")
+    other.init()
+    other.found(embedded_manifest("other", 1.0))
+    with pytest.raises(HomeError, match=r"node-2 is in swarm 'other' already ; .*shoal --home \S+node-2 leave"):
+        prepare(swarm, 2)
