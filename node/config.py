@@ -115,7 +115,7 @@ class TrainConfig(Section):
     passes: int = Field(1, ge=1, le=64, description="times a batch is gone through")
 
     # which groups an update is made of, and what their rewards become
-    dynamic_rounds: int = Field(0, ge=0, le=64, description="rounds of more own tasks in place of uniform groups")
+    dynamic_rounds: int = Field(2, ge=0, le=64, description="rounds of more own tasks in place of uniform groups")
     overlong_buffer: int = Field(0, ge=0, description="last tokens of an answer's budget that cost reward; 0: none do")
     overlong_factor: float = Field(1.0, gt=0, description="what the whole overlong buffer costs")
     mask_truncated: bool = Field(False, description="do not train on completions that were cut off")

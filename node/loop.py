@@ -210,7 +210,8 @@ class Loop:
             return [Begun(ref, self.position.epoch, seed) for ref, seed in zip(refs, seeds, strict=True)]
 
         async with p.progress.during("rollout"):
-            for _ in range(1 + p.config.train.dynamic_rounds):
+            # to a teacher there is something to learn from uniform groups too
+            for _ in range(1 + (p.config.train.dynamic_rounds if p.teacher is None else 0)):
                 missing = count - sum(rollout.informative for rollout in rollouts)
                 if missing:
                     rollouts += await self._sample(missing, tasks)

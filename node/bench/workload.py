@@ -52,6 +52,7 @@ def bench_config(model: str) -> Config:
             "model": {"path": model},
             "rollout": {"group_size": GROUP_SIZE, "max_new_tokens": NEW_TOKENS},
             "swarm": {"own_groups": PROMPTS, "foreign_groups": 0},
+            "train": {"dynamic_rounds": 0},  # the peer cannot ask for more of what teaches something
             "eval": {"every": 0},
             "checkpoint": {"every": 1_000_000, "seconds": 1e9},
         }

@@ -54,6 +54,7 @@ def make_loop(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Loop]:
             engine=None,
             bundle=None,
             scorer=None,
+            teacher=None,
             sampler=Sampler(0),
             history=Events(),
             progress=Progress(time.time, 60.0),
@@ -68,9 +69,15 @@ def make_loop(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Loop]:
 
 
 async def test_without_dynamic_sampling_a_step_has_the_groups_that_come(make_loop: Callable[..., Loop]) -> None:
-    loop = make_loop(lambda i: False)
+    loop = make_loop(lambda i: False, dynamic_rounds=0)
     assert len(await loop._roll_out(1, 4)) == 4
     assert loop.position.taken == 4
+
+
+async def test_a_teacher_sees_uniform_groups_too(make_loop: Callable[..., Loop], monkeypatch: Any) -> None:
+    loop = make_loop(lambda i: False, dynamic_rounds=2)
+    monkeypatch.setattr(loop.parts, "teacher", object())
+    assert len(await loop._roll_out(1, 4)) == 4
 
 
 async def test_dynamic_sampling_goes_on_with_the_next_tasks_in_place_of_uniform_groups(
