@@ -2,6 +2,7 @@ import http.client
 import json
 import webbrowser
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -34,6 +35,26 @@ def test_status_json_is_what_the_daemon_says(run: Run, home: Home, daemon: Any) 
     status = json.loads(run("--home", home.path, "status", "--json").stdout)
     assert {"state", "reason", "next", "step", "peers", "reward", "peer_id"} <= status.keys()
     assert (status["step"], status["reward"]) == (12, 0.25)
+
+
+def test_status_is_watched_until_ctrl_c(run: Run, home: Home, daemon: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def pass_time(seconds: float) -> None:
+        if daemon.now["step"] % 10 == 3:
+            raise KeyboardInterrupt
+        daemon.now = {**daemon.now, "step": daemon.now["step"] + 1}
+
+    monkeypatch.setattr("node.cli.status.time", SimpleNamespace(sleep=pass_time))
+    plain = run("--home", home.path, "status", "--watch")
+    assert plain.exit_code == 130
+    assert [line.partition("run shoal peers")[2] for line in plain.stdout.splitlines()] == [
+        "  step 12  reward 0.250  peers 1",
+        "  step 13  reward 0.250  peers 1",
+    ]
+    daemon.now = {**daemon.now, "step": 22, "reward": None}
+    watched = run("--home", home.path, "status", "--watch", "--json")
+    assert watched.exit_code == 130
+    lines = [json.loads(line) for line in watched.stdout.splitlines()]
+    assert [(line["step"], line["reward"]) for line in lines] == [(22, None), (23, None)]
 
 
 def test_status_of_a_node_that_is_down_says_how_it_ended(run: Run, home: Home) -> None:
