@@ -22,6 +22,7 @@ from node.client import DaemonUnreachable, RequestRefused, connect
 from node.history import History
 from node.home import Home, NoSwarm
 from node.local_table import LiveTable
+from node.settings import ConfigError, Settings
 from protocol.invite import Invite
 from protocol.manifest import embedded_manifest
 from swarm.database import StoreError
@@ -32,6 +33,7 @@ MAX_BACKOFF = 60.0
 RESTARTS_WITHOUT_PROGRESS = 4
 PR_SET_PDEATHSIG = 1
 PAGE = 500
+OWN_OF_EACH = frozenset({"network.listen", "web.port", "node.name"})
 
 
 class LocalSwarmFailed(Exception):
@@ -88,17 +90,39 @@ def prepare(root: Path, nodes: int) -> list[Member]:
     return members
 
 
-def run(home: Home, *, nodes: int, steps: int | None, as_json: bool, overrides: Mapping[str, str]) -> int:
-    """`shoal local`: returns the exit code. Homes are node-1, node-2, ... in `home`. Raises LocalSwarmFailed."""
+def run(
+    home: Home, settings: Settings, *, nodes: int, steps: int | None, as_json: bool, overrides: Mapping[str, str]
+) -> bool:
+    """`shoal local`: returns whether it went on for as long as was asked.
+
+    Homes are node-1, node-2, ... in `home`, whose settings are `settings`; the nodes get `overrides`, the flags.
+    Raises ConfigError and LocalSwarmFailed.
+    """
+    _refuse_what_nodes_would_not_see(home, settings, nodes)
     members = prepare(home.path, nodes)
-    settings = [f"{key}={value}" for key, value in overrides.items()]
+    flags = [f"{key}={value}" for key, value in overrides.items()]
     if as_json:
-        report = supervise(members, steps, settings, show=lambda members: None)
+        report = supervise(members, steps, flags, show=lambda members: None)
         print(json.dumps(report))  # noqa: T201 - the answer of the command
-        return 0
-    with LiveTable() as table:
-        supervise(members, steps, settings, show=table.show)
-    return 0
+    else:
+        with LiveTable() as table:
+            supervise(members, steps, flags, show=table.show)
+    return steps is None or all(map(_has_ended, members))
+
+
+def _refuse_what_nodes_would_not_see(home: Home, settings: Settings, nodes: int) -> None:
+    """Raises ConfigError for a setting that would be ignored, or that all nodes cannot share."""
+    for key, source in settings.sources.items():
+        if source == "config.toml":
+            raise ConfigError(
+                f"{home.config_path} sets {key}, but each node of `shoal local` reads the config.toml of its home ; "
+                f"move it to {home.path / 'node-1' / home.config_path.name} and so on, or pass --set {key}=..."
+            )
+        if source != "default" and key in OWN_OF_EACH and nodes > 1:
+            raise ConfigError(
+                f"{source} sets {key}, which {nodes} nodes on one machine cannot share ; leave it out: "
+                "`shoal local` chooses it for each node and shows the address of its page"
+            )
 
 
 def supervise(
@@ -120,7 +144,7 @@ def supervise(
         for member in members:
             _start(member, nodes, steps, settings)
         # a node is idle once it has done its steps and written the last checkpoint
-        while steps is None or any(member.status.get("state") != "IDLE" for member in members):
+        while steps is None or not all(map(_has_ended, members)):
             for member in members:
                 _tend(member, nodes, steps, settings, clock())
             show(members)
@@ -135,6 +159,10 @@ def supervise(
             signal.signal(number, handler)
     show(members)
     return {"nodes": [_report(member) for member in members]}
+
+
+def _has_ended(member: Member) -> bool:
+    return member.status.get("state") == "IDLE"
 
 
 def _start(member: Member, nodes: int, steps: int | None, settings: Sequence[str]) -> None:
@@ -245,7 +273,9 @@ def _stop(members: Sequence[Member]) -> None:
             member.process.wait(max(0.1, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
             member.process.kill()  # the kernel ends it when it can; the next node is not kept waiting for that
-        member.note = f"stopped; step {_last_step(member)} is saved in {member.home.path}"
+        step = _last_step(member)
+        saved = f"step {step} is saved in {member.home.path}" if step else "there was no step yet to save"
+        member.note = f"stopped; {saved}"
 
 
 def _last_step(member: Member) -> int:

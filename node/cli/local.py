@@ -2,6 +2,7 @@
 
 import click
 
+from node.cli.errors import INTERRUPTED
 from node.cli.session import Command, Session, with_session
 
 
@@ -12,9 +13,10 @@ from node.cli.session import Command, Session, with_session
 def local(session: Session, nodes: int, steps: int | None) -> int:
     """Run a swarm of several node processes here, each with its own home, joined over loopback."""
     home = session.home()
-    session.settings(home)  # a wrong setting is told here once, and not by every node
+    settings = session.settings(home)  # a wrong setting is told here once, and not by every node
     session.start_logging(None)
 
     from node.local import run
 
-    return run(home, nodes=nodes, steps=steps, as_json=session.as_json, overrides=session.overrides)
+    done = run(home, settings, nodes=nodes, steps=steps, as_json=session.as_json, overrides=session.overrides)
+    return 0 if done else INTERRUPTED

@@ -32,8 +32,9 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[tuple[Any, ...
         made.append((args, options))
         return {"bench": args[0], "ours": {"seconds": 1.5}, "ratio": 12.0} if args == ("step",) else 0
 
-    for name in ("node.daemon", "node.local", "node.bench"):
+    for name in ("node.daemon", "node.bench"):
         monkeypatch.setitem(sys.modules, name, SimpleNamespace(run=record))
+    monkeypatch.setitem(sys.modules, "node.local", SimpleNamespace(run=lambda *a, **o: record(*a, **o) == 0))
     monkeypatch.setattr(Session, "start_logging", lambda self, file: None)
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     yield made
@@ -91,9 +92,31 @@ def test_local_passes_its_flags_on(run: Run, tmp_path: Path, calls: Any) -> None
         run("--home", tmp_path, "local", "--nodes", "3", "--steps", "2", "--set", "eval.every=0", "--json").exit_code
         == 0
     )
-    [((home,), options)] = calls
+    [((home, settings), options)] = calls
     assert home.path == tmp_path
+    assert settings.config.eval.every == 0
     assert options == {"nodes": 3, "steps": 2, "as_json": True, "overrides": {"eval.every": "0"}}
+
+
+def test_local_refuses_what_its_nodes_would_not_see(
+    run: Run, home: Home, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    shared = run("--home", tmp_path / "new", "local", "--set", "web.port=9")
+    assert (shared.exit_code, "flag sets web.port, which 2 nodes" in shared.stderr) == (2, True)
+    monkeypatch.setenv("SHOAL_NODE_NAME", "anna")
+    named = run("--home", tmp_path / "new", "local")
+    assert (named.exit_code, "SHOAL_NODE_NAME sets node.name" in named.stderr) == (2, True)
+    assert not (tmp_path / "new").exists()
+    monkeypatch.delenv("SHOAL_NODE_NAME")
+    assert run("--home", home.path, "config", "set", "eval.every", "9").exit_code == 0
+    ignored = run("--home", home.path, "local")
+    assert (ignored.exit_code, "config.toml sets eval.every" in ignored.stderr) == (2, True)
+    assert "node-1/config.toml" in ignored.stderr
+
+
+def test_local_that_was_ended_before_its_steps_were_done(run: Run, tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setitem(sys.modules, "node.local", SimpleNamespace(run=lambda *_, **__: False))
+    assert run("--home", tmp_path, "local", "--steps", "2").exit_code == 130
 
 
 def test_bench_prints_its_result(run: Run, calls: Any) -> None:
