@@ -45,7 +45,7 @@ def work(spec: Mapping[str, Any], say: Say) -> None:
 async def measure(groups: int = GROUPS, laps: int = LAPS) -> list[dict[str, Any]]:
     """A row for the embedded environments, and one for environments whose scorers evaluate: there every chunk forks."""
     embedded = embedded_manifest("bench", 0).environments
-    evaluating = [EnvironmentSpec(name, reasoning_gym_version(), 1, {}) for name in ("countdown", "puzzle24")]
+    evaluating = [EnvironmentSpec(name, reasoning_gym_version() or "", 1, {}) for name in ("countdown", "puzzle24")]
     return [
         await _row("a child for all chunks (embedded)", embedded, groups, laps),
         await _row("a child for every chunk (formulas)", evaluating, groups, laps),
