@@ -49,7 +49,8 @@ class _Chosen(torch.autograd.Function):
         ctx: Any, gradient: torch.Tensor | None, of_entropy: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, ...]:
         hidden, weight, rows, tokens = ctx.saved_tensors
-        d_hidden, d_weight = torch.empty_like(hidden), torch.zeros_like(weight)
+        d_hidden = torch.empty_like(hidden)
+        d_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
         if gradient is None:
             gradient = torch.zeros(len(rows), device=hidden.device)
         by_row = gradient.new_zeros(len(hidden)).index_add_(0, rows, gradient)
@@ -69,7 +70,8 @@ class _Chosen(torch.autograd.Function):
             scores.index_put_((rows[asked] - start, tokens[asked]), gradient[asked], accumulate=True)
             d_logits = scores.to(weight.dtype)
             torch.mm(d_logits, weight, out=d_hidden[start : start + len(scores)])
-            d_weight.addmm_(d_logits.t(), states)
+            if d_weight is not None:
+                d_weight.addmm_(d_logits.t(), states)
         return d_hidden, d_weight, None, None
 
 
