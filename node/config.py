@@ -85,6 +85,10 @@ class EngineConfig(Section):
     sleep: Literal["auto", "on", "off"] = Field(
         "auto", description="give its GPU memory back while the trainer works; auto: where both share a GPU"
     )
+    quantization: Literal["none", "fp8"] = Field(
+        "none",
+        description="what it computes rollouts in; fp8: faster on GPUs that have it, and corrected by train.correction",
+    )
     transfer: Literal["files", "nccl"] = Field("files", description="how it gets new weights")
     weights_dir: str = Field("", description="where weights are written, a path that a server elsewhere sees too")
     start_seconds: float = Field(480.0, gt=0, description="deadline for it to answer after a start")
@@ -100,6 +104,19 @@ class EngineConfig(Section):
 
 class TrainConfig(Section):
     """Names, formulas and sources of the algorithms: docs/algorithms.md."""
+
+    # what is trained, and in how much memory
+    lora_rank: int = Field(0, ge=0, le=512, description="train adapters of this rank, and no weights; 0: all weights")
+    lora_alpha: int = Field(32, ge=1, description="adapters count lora_alpha / lora_rank times")
+    lora_targets: Texts = Field(
+        ("all-linear",), description="linear layers that get adapters, like q_proj,v_proj; all-linear: all of them"
+    )
+    optimizer: Literal["adamw", "adamw8bit"] = Field(
+        "adamw", description="adamw8bit: moments in 8 bits instead of 32, on a GPU, by bitsandbytes"
+    )
+    gradient_checkpointing: Literal["auto", "on", "off"] = Field(
+        "auto", description="compute layers again on the way back, to keep less; auto: once memory runs out"
+    )
 
     # the optimizer, and how a batch becomes its steps
     learning_rate: float = Field(3e-5, gt=0, le=1, description="AdamW peak learning rate")
@@ -192,6 +209,14 @@ class TrainConfig(Section):
     )
     kl_estimator: Literal["k1", "k2", "k3", "k3+"] = Field("k3", description="KL estimator")
     kl_in: Literal["loss", "reward"] = Field("loss", description="where the KL counts")
+
+    @property
+    def trained(self) -> str:
+        """What weights and optimizer state a run has, in words: it cannot change from one step to another."""
+        if not self.lora_rank:
+            return f"{self.optimizer} on all weights"
+        targets = ",".join(self.lora_targets)
+        return f"{self.optimizer} on adapters of rank {self.lora_rank} and alpha {self.lora_alpha} in {targets}"
 
     @property
     def critic(self) -> bool:
@@ -304,25 +329,17 @@ class Config(Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     limits: LimitsConfig = LimitsConfig()
 
-    def odd(self) -> list[str]:
-        """What is allowed and hardly meant, for the log."""
-        train, said = self.train, []
-        if train.loss in ("gspo", "soft_gate", "gmpo") and train.aggregation != "seq-mean-token-mean":
-            said.append(
-                f"train.loss = {train.loss} is meant for train.aggregation = seq-mean-token-mean; "
-                f"with {train.aggregation} long completions weigh otherwise"
+    @model_validator(mode="after")
+    def between_sections(self) -> "Config":
+        if self.engine.quantization != "none" and self.train.correction == "none":
+            raise ValueError(
+                f"engine.quantization = {self.engine.quantization} samples from another distribution than the "
+                "trainer's, and train.correction = none does not correct that; set train.correction to tis, or "
+                "engine.quantization to none"
             )
-        if train.kl_in == "reward" and train.kl_coefficient == 0:
-            said.append("train.kl_in = reward does nothing while train.kl_coefficient is 0")
-        if train.kl_coefficient > 0 and train.kl_estimator == "k1" and train.kl_in == "loss":
-            said.append("train.kl_estimator = k1 measures the KL and does not pull; k2, k3 and k3+ do")
-        if (
-            train.foreign_negatives == "truncated"
-            and self.swarm.foreign_ratio == "self"
-            and train.passes * train.mini_batches == 1
-        ):
-            said.append(
-                "train.foreign_negatives = truncated does nothing: the ratio of foreign tokens is 1 in the first "
-                "optimizer step; set swarm.foreign_ratio = behaviour, or train.passes over 1"
+        if self.train.lora_rank and self.engine.transfer == "nccl":
+            raise ValueError(
+                "engine.transfer = nccl sends whole weights, and train.lora_rank trains adapters only; set "
+                "engine.transfer to files"
             )
-        return said
+        return self

@@ -43,6 +43,7 @@ from node.scheduling.rounds import Begun
 from node.scorer import Scorer, ScorerError
 from node.selection import Curriculum, ForeignShare, SameRewards
 from node.summary import summarise
+from node.training import lora
 from node.training.distill import taught
 from protocol.manifest import Manifest
 from protocol.rollout import TaskRef
@@ -397,5 +398,6 @@ class Loop:
 
 
 def model_mark(bundle: ModelBundle) -> str:
-    """Tells models apart by tokenizer and size, wherever their files lie."""
-    return f"{bundle.fingerprint.hex()[:16]}-{sum(weight.numel() for weight in bundle.model.parameters())}"
+    """Tells models apart by tokenizer and size, wherever their files lie, with adapters or without."""
+    size = sum(weight.numel() for name, weight in bundle.model.named_parameters() if lora.MARK not in name)
+    return f"{bundle.fingerprint.hex()[:16]}-{size}"

@@ -214,10 +214,13 @@ def explain(error: ValidationError, origins: Mapping[str, str], otherwise: str =
             f"{key} = {first['input']!r} ({source}): {first['msg'].lower()}{others} ; "
             f"set it to {allowed(FIELDS[key])}: {FIELDS[key].description}"
         )
-    section = path[0] if path else ""
-    sources = ", ".join(f"{name} from {source}" for name, source in origins.items() if name.startswith(f"{section}."))
     what, _, fix = first["msg"].removeprefix("Value error, ").partition("; ")
-    return f"[{section}] {what} ({sources}){others} ; {fix}"
+    if path:
+        concerned, where = [name for name in origins if name.startswith(f"{path[0]}.")], f"[{path[0]}] "
+    else:  # of settings in several sections
+        concerned, where = [name for name in origins if name in what], ""
+    sources = ", ".join(f"{name} from {origins[name]}" for name in concerned)
+    return f"{where}{what} ({sources}){others} ; {fix}"
 
 
 def allowed(field: FieldInfo) -> str:

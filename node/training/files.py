@@ -6,14 +6,16 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from node.checkpoint import CheckpointError
 from node.models import ModelBundle
+from node.training.optimizers import kind_of, moments_of, restore_moments
 
 WEIGHTS = "model.safetensors"
 FIRST_MOMENTS = "exp_avg.safetensors"
 SECOND_MOMENTS = "exp_avg_sq.safetensors"
+MOMENTS_8BIT = "moments8.safetensors"
 TRAINER = "trainer.json"
 
 
@@ -29,16 +31,21 @@ def save_optimizer(
     optimizer: torch.optim.Optimizer, weights: Mapping[str, torch.Tensor], step: int, directory: Path
 ) -> None:
     """Write both moments by parameter name, and the step. Before the first update there are no moments."""
+    kind = kind_of(optimizer)
+    updates = {int(state["step"]) for state in optimizer.state.values()}
+    counts = {"step": step, "updates": updates.pop() if updates else 0, "optimizer": kind}
+    (directory / TRAINER).write_text(json.dumps(counts))
+    if kind == "adamw8bit":
+        save_file(moments_of(optimizer, weights), directory / MOMENTS_8BIT)
+        return
     for file, key in ((FIRST_MOMENTS, "exp_avg"), (SECOND_MOMENTS, "exp_avg_sq")):
         moments = {name: optimizer.state[w][key] for name, w in weights.items() if w in optimizer.state}
         save_file(moments, directory / file)
-    updates = {int(state["step"]) for state in optimizer.state.values()}
-    (directory / TRAINER).write_text(json.dumps({"step": step, "updates": updates.pop() if updates else 0}))
 
 
-def load_weights(weights: Mapping[str, torch.Tensor], directory: Path) -> None:
+def load_weights(weights: Mapping[str, torch.Tensor], path: Path) -> None:
     """Read weights into the given tensors. Raises CheckpointError, before anything is changed where it can."""
-    for name, tensor in _read(directory / WEIGHTS, weights):
+    for name, tensor in _read(path, weights):
         weights[name].detach().copy_(tensor)
 
 
@@ -47,10 +54,22 @@ def load_optimizer(optimizer: torch.optim.Optimizer, weights: Mapping[str, torch
     try:
         counts = json.loads((directory / TRAINER).read_text())
         step, updates = int(counts["step"]), int(counts["updates"])
+        kind = counts.get("optimizer", "adamw")  # Shoal 0.1 had no other
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{directory / TRAINER} cannot be read: {error}") from error
+    if kind != kind_of(optimizer):
+        raise CheckpointError(
+            f"{directory} has the optimizer state of {kind}, and train.optimizer is {kind_of(optimizer)} ; set "
+            f"train.optimizer to {kind}, or give another --home"
+        )
     optimizer.state.clear()
-    if updates:
+    if updates and kind == "adamw8bit":
+        path = directory / MOMENTS_8BIT
+        try:
+            restore_moments(optimizer, weights, load_file(path), updates)
+        except (OSError, SafetensorError, KeyError, ValueError) as error:
+            raise CheckpointError(f"{path} is of another model, or cannot be read: {error!r}") from error
+    elif updates:
         for weight in weights.values():
             optimizer.state[weight] = {"step": torch.tensor(float(updates), dtype=torch.float32, device=weight.device)}
         for file, key in ((FIRST_MOMENTS, "exp_avg"), (SECOND_MOMENTS, "exp_avg_sq")):

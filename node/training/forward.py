@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -11,6 +12,7 @@ from node.batching import MicroBatch, micro_batches, pack
 from node.interfaces import TrainGroup
 from node.logprobs import chosen_logprobs
 from node.routing import Routing, replayed
+from node.training.recompute import recomputed
 
 
 class States(NamedTuple):
@@ -26,12 +28,15 @@ class States(NamedTuple):
     """[n], which of those states each token is drawn from."""
 
 
-def states(model: Any, micro: MicroBatch, routing: Routing | None = None) -> States:
-    """Run `model` over a micro-batch. With `routing`, the experts noted in the rollout are chosen again."""
+def states(model: Any, micro: MicroBatch, routing: Routing | None = None, *, recompute: bool = False) -> States:
+    """Run `model` over a micro-batch. With `routing`, the experts noted in the rollout are chosen again.
+
+    With `recompute`, layers keep only their inputs for the way back (node/training/recompute.py).
+    """
     device = model.device
     trie = micro.trie
     packed = pack(trie, device, leaves=False)
-    with replayed(routing, micro, packed):
+    with replayed(routing, micro, packed), recomputed(model, routing) if recompute else nullcontext():
         hidden = model.base_model(
             input_ids=packed.token_ids[None],
             position_ids=packed.positions[None],

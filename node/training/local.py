@@ -14,27 +14,27 @@ import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-import msgspec
 import torch
 
 from node.batching import MicroBatch, micro_batches
+from node.checkpoint import CheckpointError
 from node.config import TrainConfig
 from node.interfaces import Batch, Interrupted, StepSkipped, TrainGroup, UpdateStats
 from node.models import ModelBundle, ModelError, load_model
-from node.training import files
+from node.training import files, lora
 from node.training.critic import Critic
+from node.training.dumps import dump_batch
 from node.training.forward import States, sequence_logprobs, states
 from node.training.objective import Forward, Member, StepObjective
+from node.training.optimizers import make_optimizer
 from node.training.weights import Weights
 
 log = logging.getLogger(__name__)
 
 SMALLEST_BUDGET = 64
 """Tokens of a micro-batch at which running out of memory is final."""
-DUMPS_KEPT = 8
-"""Batches of non-finite steps kept for inspection; the oldest make room."""
 
 
 @dataclass(slots=True)
@@ -75,26 +75,38 @@ class LocalTrainer:
         if config.routing_replay == "on" and bundle.routing is None:
             raise ModelError(f"train.routing_replay is on, but {bundle.name} has no experts; set it to auto")
         self.model = bundle.model.eval()
+        if config.lora_rank:
+            lora.add_adapters(bundle, config)
         self.step = 0
         self._origin: Path | None = None
         """The checkpoint that was loaded."""
-        self.budget = config.tokens_per_micro_batch
-        # the reference is the model as loaded, before any checkpoint is
-        self.reference = copy.deepcopy(self.model).requires_grad_(False) if config.kl_coefficient > 0 else None
+        self._size_work(config)
+        self.reference: Any = None
+        """The model as loaded, before any checkpoint is; with adapters the model itself, without them."""
+        if config.kl_coefficient > 0:
+            self.reference = self.model if config.lora_rank else copy.deepcopy(self.model).requires_grad_(False)
         self.critic = self._new_critic() if config.critic else None
         self.weights = Weights(self.model)
-        self.optimizer = torch.optim.AdamW(
-            self.weights.masters.values(),
-            lr=config.learning_rate,
-            betas=config.betas,
-            weight_decay=config.weight_decay,
-            fused=True,  # one pass over each tensor, no temporaries
-        )
+        self.optimizer = make_optimizer(config, self.weights.masters.values(), self.model.device)
+
+    def _size_work(self, config: TrainConfig) -> None:
+        self.budget = config.tokens_per_micro_batch
+        self.recompute = config.gradient_checkpointing == "on"
+        """Whether layers keep only their inputs for the way back."""
 
     def configure(self, config: TrainConfig) -> None:
-        """Use these settings from the next update on. Raises ModelError when they need a reference that is gone."""
+        """Use these settings from the next update on.
+
+        Raises ModelError when they need a reference that is gone, or are for other weights than these.
+        """
         if config == self.config:
             return
+        if config.trained != self.config.trained:
+            raise ModelError(
+                f"steps were journalled that trained with {config.trained}, and the settings say {self.config.trained} "
+                "(train.optimizer, train.lora_rank, train.lora_alpha, train.lora_targets); set them back, or give "
+                "another --home"
+            )
         if config.kl_coefficient == 0:
             self.reference = None
         elif self.reference is None:
@@ -103,7 +115,8 @@ class LocalTrainer:
             self.critic = None
         elif self.critic is None:
             self.critic = self._new_critic()
-        self.config, self.budget = config, config.tokens_per_micro_batch
+        self.config = config
+        self._size_work(config)
         for group in self.optimizer.param_groups:
             group["betas"], group["weight_decay"] = config.betas, config.weight_decay
 
@@ -115,7 +128,9 @@ class LocalTrainer:
         return critic
 
     def _initial_model(self) -> Any:
-        """The model as it was loaded, from its files: the one in memory has been trained since."""
+        """The model as it was loaded, from its files where the one in memory has been trained since."""
+        if self.config.lora_rank:
+            return self.model
         kind = str(self.model.dtype).removeprefix("torch.")
         path = str(self.bundle.directory)
         bundle = load_model(path, device=str(self.model.device), dtype=kind, models=self.bundle.directory.parent)
@@ -154,7 +169,7 @@ class LocalTrainer:
         if not norms and isinstance(problems[0], StepSkipped):
             raise problems[0]
         if not norms:
-            self._skip(batch, str(problems[0]))
+            raise StepSkipped(f"{problems[0]}; no update was made, {dump_batch(batch, self.dumps)}")
         for left_out in problems:
             log.warning("step %d: one of several optimizer steps is left out: %s", batch.step, left_out)
         self.step += 1
@@ -188,6 +203,11 @@ class LocalTrainer:
                 self._drop_gradients()
                 if not _out_of_memory(error):
                     raise
+                if self.config.gradient_checkpointing == "auto" and not self.recompute:
+                    counts.oom_retries += 1
+                    self.recompute = True
+                    log.warning("out of memory; step %d again, with layers computed twice to keep less", step)
+                    continue
                 if self.budget <= SMALLEST_BUDGET:
                     raise StepSkipped(f"out of memory even at {self.budget} tokens a micro-batch: {error}") from error
                 counts.oom_retries += 1
@@ -252,45 +272,32 @@ class LocalTrainer:
         if self.critic is not None:
             self.critic.drop_gradients()
 
-    def _skip(self, batch: Batch, problem: str) -> NoReturn:
-        path = self.dumps / f"step-{batch.step}.msgpack"
-        try:
-            self.dumps.mkdir(parents=True, exist_ok=True)
-            older = sorted(self.dumps.glob("step-*.msgpack"), key=lambda dump: dump.stat().st_mtime)
-            for dump in older[: max(0, len(older) + 1 - DUMPS_KEPT)]:
-                dump.unlink()
-            path.write_bytes(msgspec.msgpack.encode(batch))
-        except OSError as error:  # a full disk must not make of a skipped step a failed node
-            where = f"and the batch could not be written to {path} ({error.strerror}); free some disk"
-        else:
-            where = f"the batch is in {path}"
-        raise StepSkipped(f"{problem}; no update was made, {where}")
-
     # -- log-probabilities -------------------------------------------------------------------------------------
 
     def logprobs(self, groups: Sequence[TrainGroup]) -> list[list[tuple[float, ...]]]:
         """log-probability of every sequence token under the current policy; [group][sequence][token]."""
-        return sequence_logprobs(groups, self.budget, lambda micro: self._states(self.model, micro), merge=self.merge)
+        return sequence_logprobs(groups, self.budget, self._states, merge=self.merge)
 
     def _forward(self, micro: MicroBatch, *, reference: bool) -> Forward:
         """One pass over a micro-batch, and one of the frozen reference where there is one and it is asked for."""
-        own = self._states(self.model, micro)
+        own = self._states(micro)
         values = None if self.critic is None else self.critic(own.states)[own.drawn]
         known = None
         if reference and self.reference is not None:
-            with torch.no_grad():
-                known = self._states(self.reference, micro).logprobs
+            with torch.no_grad(), lora.switched_off(self.reference):
+                # another policy: its routers choose for themselves
+                known = states(self.reference, micro).logprobs
         return Forward(own.logprobs, own.entropy, values, known)
 
-    def _states(self, model: Any, micro: MicroBatch) -> States:
-        """A pass of the policy or the reference. The reference is another policy: its routers choose for themselves."""
-        replay = model is self.model and self.config.routing_replay != "off"
-        return states(model, micro, self.bundle.routing if replay else None)
+    def _states(self, micro: MicroBatch) -> States:
+        """A pass of the policy."""
+        routing = None if self.config.routing_replay == "off" else self.bundle.routing
+        return states(self.model, micro, routing, recompute=self.recompute)
 
     # -- files -------------------------------------------------------------------------------------------------
 
     def save(self, directory: Path) -> None:
-        """Write model (safetensors, HF layout with tokenizer) and optimizer into an existing empty directory."""
+        """Write what `export` does, and the optimizer, into an existing empty directory."""
         self.export(directory)
         files.save_optimizer(self.optimizer, self.weights.masters, self.step, directory)
         if self.critic is not None:
@@ -298,8 +305,17 @@ class LocalTrainer:
 
     def load(self, directory: Path) -> None:
         """Inverse of `save`, in place. Raises CheckpointError."""
+        if lora.has_adapters(directory) != bool(self.config.lora_rank):
+            rank = lora.settings_of(directory).lora_rank if lora.has_adapters(directory) else 0
+            raise CheckpointError(
+                f"{directory} is of a run with train.lora_rank = {rank}, and it is {self.config.lora_rank} now ; set "
+                "it back, or give another --home"
+            )
+        if self.config.lora_rank:
+            lora.load_adapters(self.model, self.weights.masters, directory)
+        else:
+            files.load_weights(self.weights.masters, directory / files.WEIGHTS)
         step = files.load_optimizer(self.optimizer, self.weights.masters, directory)
-        files.load_weights(self.weights.masters, directory)
         self._origin = directory
         if self.critic is not None:
             self.critic = self._new_critic()
@@ -307,8 +323,10 @@ class LocalTrainer:
         self.step = step
 
     def export(self, directory: Path) -> None:
-        """Write only what inference needs: a directory `from_pretrained` loads."""
-        files.save_model(self.bundle, self.weights.masters, directory)
+        """Write only what inference needs: a directory `from_pretrained` loads, with adapters that of peft."""
+        if self.config.lora_rank:
+            return lora.save_adapters(self.model, self.weights.masters, directory)
+        return files.save_model(self.bundle, self.weights.masters, directory)
 
     def memory(self) -> Mapping[str, int]:
         """Bytes held, by kind: weights, gradients, optimizer."""

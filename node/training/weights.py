@@ -1,4 +1,7 @@
-"""The trained weights: float32 masters, and the model's own tensors where it computes in another type."""
+"""The trained weights: float32 masters, and the model's own tensors where it computes in another type.
+
+Parameters that take no gradient (all but the adapters, with `train.lora_rank`) have no master, moments or gradient.
+"""
 
 from collections.abc import Mapping
 from typing import Any
@@ -14,8 +17,10 @@ class Weights:
     """
 
     def __init__(self, model: Any) -> None:
-        self.parameters: dict[str, torch.nn.Parameter] = dict(model.named_parameters())
-        """Tied parameters are in here once, under their first name."""
+        named = dict(model.named_parameters())
+        self.parameters: dict[str, torch.nn.Parameter] = {n: p for n, p in named.items() if p.requires_grad}
+        """The trained ones. Tied parameters are in here once, under their first name."""
+        self.frozen = [parameter for parameter in named.values() if not parameter.requires_grad]
         self.masters: dict[str, torch.nn.Parameter] = {}
         for name, parameter in self.parameters.items():
             if parameter.dtype == torch.float32:
@@ -43,8 +48,8 @@ class Weights:
             tensor.grad = None
 
     def memory(self) -> Mapping[str, int]:
-        """Bytes of weights (masters and copies) and of gradients."""
-        tensors = {id(t): t for t in (*self.masters.values(), *self.parameters.values())}.values()
+        """Bytes of weights (masters, copies and what is frozen) and of gradients."""
+        tensors = {id(t): t for t in (*self.masters.values(), *self.parameters.values(), *self.frozen)}.values()
         gradients = [t.grad for t in tensors if t.grad is not None]
         return {
             "weights": sum(t.numel() * t.itemsize for t in tensors),

@@ -4,6 +4,7 @@ import pytest
 
 from node.config import Config
 from node.home import Home
+from node.oddities import oddities
 from node.settings import ConfigError, load
 
 
@@ -24,6 +25,8 @@ from node.settings import ConfigError, load
         ({"correction": "mis-token"}, ["train.correction", "one of none, tis, tis-sequence, icepop, mis"]),
         ({"kl_estimator": "k3_plus"}, ["train.kl_estimator", "one of k1, k2, k3, k3+"]),
         ({"passes": "0"}, ["train.passes = '0'", "at least 1"]),
+        ({"lora_rank": "513"}, ["train.lora_rank = '513'", "at most 512"]),
+        ({"optimizer": "adam8bit"}, ["train.optimizer", "one of adamw, adamw8bit"]),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )
@@ -36,9 +39,34 @@ def test_what_cannot_work_is_refused_with_what_can(home: Home, settings: dict[st
 
 
 @pytest.mark.parametrize(
+    ("settings", "parts"),
+    [
+        (
+            {"engine.quantization": "fp8", "train.correction": "none"},
+            [
+                "correction = none does not correct that",
+                "flag",
+                "set train.correction to tis, or engine.quantization to",
+            ],
+        ),
+        ({"engine.transfer": "nccl", "train.lora_rank": "8"}, ["sends whole weights", "set engine.transfer to files"]),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+)
+def test_what_cannot_work_between_sections_is_refused(home: Home, settings: dict[str, str], parts: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(home, settings)
+    message = str(caught.value)
+    assert [part for part in parts if part not in message] == [], message
+    assert message.count(" ; ") == 1
+    load(home, {"engine.quantization": "fp8"})  # corrected by tis
+
+
+@pytest.mark.parametrize(
     "settings",
     [
         {},
+        {"lora_rank": 16, "learning_rate": 3e-4},
         {"advantage": "gae", "loss": "ppo"},
         {"advantage": "gdpo", "loss": "gmpo"},
         {"kl_in": "reward", "kl_coefficient": 0.1, "advantage": "reinforce_pp"},
@@ -47,18 +75,19 @@ def test_what_cannot_work_is_refused_with_what_can(home: Home, settings: dict[st
     ],
 )
 def test_what_fits_together_is_not_odd(settings: dict[str, object]) -> None:
-    assert Config.model_validate({"train": settings}).odd() == []
+    assert oddities(Config.model_validate({"train": settings})) == []
 
 
 @pytest.mark.parametrize(
     ("train", "words"),
     [
         ({"loss": "gspo", "aggregation": "token-mean"}, "gspo is meant for train.aggregation = seq-mean-token-mean"),
+        ({"lora_rank": 16}, "about ten times the rate of whole weights"),
         ({"kl_in": "reward"}, "does nothing while train.kl_coefficient is 0"),
         ({"kl_estimator": "k1", "kl_coefficient": 0.1}, "k1 measures the KL and does not pull"),
         ({"foreign_negatives": "truncated"}, "does nothing: the ratio of foreign tokens is 1"),
     ],
 )
 def test_what_is_allowed_and_hardly_meant_is_said(train: dict[str, object], words: str) -> None:
-    (said,) = Config.model_validate({"train": train}).odd()
+    (said,) = oddities(Config.model_validate({"train": train}))
     assert words in said

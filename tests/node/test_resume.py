@@ -39,6 +39,11 @@ dynamic_rounds = 2
 curriculum_low = 0.05
 """
 """Everything that an update and the choice of tasks remember: a critic, old log-probabilities, pass rates."""
+ADAPTERS = """lora_rank = 4
+kl_coefficient = 0.05
+gradient_checkpointing = "on"
+"""
+"""No weight of the model is trained: the first journal begins at adapters that every start makes anew."""
 PARTIAL = """policy = "partial"
 over_provision = 2.0
 max_staleness = 2
@@ -86,7 +91,9 @@ def foreign_groups(home: Home, manifest: Manifest, count: int) -> None:
     store.close()
 
 
-@pytest.fixture(params=[("", ""), ("", SEVERAL), (PARTIAL, "")], ids=["plain", "several", "partial"])
+@pytest.fixture(
+    params=[("", ""), ("", SEVERAL), ("", ADAPTERS), (PARTIAL, "")], ids=["plain", "several", "adapters", "partial"]
+)
 def prepared(
     request: pytest.FixtureRequest, tmp_path: Path, tiny_model: Callable[..., Path], evenness: EnvironmentSpec
 ) -> Home:
@@ -160,7 +167,8 @@ def kill_at(home: Home, step: int) -> None:
 
 def weights(home: Home) -> dict[str, bytes]:
     kept = home.checkpoints / f"step-{STEPS}"
-    names = [name for name in ("model", "exp_avg", "critic") if (kept / f"{name}.safetensors").exists()]
+    possible = ("model", "adapter_model", "exp_avg", "critic")
+    names = [name for name in possible if (kept / f"{name}.safetensors").exists()]
     tensors = {(file, name): t for file in names for name, t in load_file(kept / f"{file}.safetensors").items()}
     return {f"{file}/{name}": t.numpy().tobytes() for (file, name), t in tensors.items()}
 

@@ -12,7 +12,7 @@ import torch
 from node.config import TrainConfig
 from node.interfaces import Batch, StepSkipped, TrainGroup, TrainSequence
 from node.models import load_model
-from node.training import local
+from node.training import dumps
 from node.training.local import LocalTrainer
 
 Make = Callable[..., LocalTrainer]
@@ -74,7 +74,7 @@ def test_a_bad_batch_on_a_full_disk_is_a_skipped_step(make: Make, monkeypatch: p
 
 
 def test_only_the_last_few_bad_batches_are_kept(make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(local, "DUMPS_KEPT", 3)
+    monkeypatch.setattr(dumps, "KEPT", 3)
     trainer = make()
     for step in range(1, 6):
         with pytest.raises(StepSkipped, match=f"the batch is in .*step-{step}.msgpack"):
