@@ -28,6 +28,7 @@ from node.history import History
 from node.home import DaemonInfo, Home, models_dir, reachable
 from node.loop import Loop, Parts
 from node.models import ModelBundle, load_model
+from node.oddities import oddities
 from node.progress import Progress
 from node.rescore import Rescorer
 from node.rollouts import prompts
@@ -191,7 +192,7 @@ class Daemon:
 
     async def _live(self, services: asyncio.TaskGroup, steps: int | None, stay: bool) -> None:
         """Know the swarm, make the parts, continue where the last process stopped, train."""
-        for odd in self.config.odd():
+        for odd in oddities(self.config):
             self.history.event("warning", "config", odd)
         manifest = self.manifest = await self._know_manifest()
         check_local_limits(manifest, self.clock(), max_group_mb=self.config.limits.group_mb)
@@ -226,7 +227,7 @@ class Daemon:
         computes_in = []
         if isinstance(engine, VllmEngine):
             async with self.progress.during("engine"):
-                computes_in = [(await engine.start()).dtype]
+                computes_in = [*(await engine.start()).computes_in]
         self.progress.say("STARTING", "checking that engine and trainer give the same log-probabilities")
         async with self.progress.during("agreement check"):
             await check_agreement(

@@ -6,7 +6,7 @@ from node.device import Device
 from node.interfaces import Engine, PromptRequest, Sample, Trainer, TrainGroup, TrainSequence
 from node.routing import Routing, divide
 
-AGREEMENT = {"float32": 1e-3, "bfloat16": 0.5}
+AGREEMENT = {"float32": 1e-3, "bfloat16": 0.5, "fp8": 2.0}
 """How far an engine's and a trainer's log-probability of one token may be apart, by the coarser compute type."""
 
 

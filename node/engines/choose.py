@@ -11,6 +11,7 @@ from node.config import Config
 from node.device import Device
 from node.engines.transformers import TransformersEngine
 from node.engines.vllm import VllmEngine
+from node.engines.vllm_adapters import LORA_VARIABLES, AdapterTransfer, lora_arguments
 from node.engines.vllm_client import LINE_BYTES, Address, VllmClient
 from node.engines.vllm_probe import EngineSetupError
 from node.engines.vllm_server import ServerPlan, VllmServer
@@ -50,6 +51,11 @@ def make_engine(
             "engine.transfer = nccl sends weights from one GPU to another, and vLLM has none of its own here; "
             "set engine.gpus to GPUs that the trainer does not use, or engine.transfer to files"
         )
+    if engine.quantization != "none" and not engine.url and not machine.gpus:
+        raise EngineSetupError(
+            f"engine.quantization = {engine.quantization} needs a GPU, and there is none; set engine.quantization to "
+            "none, or engine.url to a server that has one"
+        )
     server = None
     if not engine.url:
         if not machine.vllm:
@@ -62,13 +68,22 @@ def make_engine(
     root = Path(engine.weights_dir).expanduser().absolute() / peer_id[-12:] if engine.weights_dir else home / "weights"
     if number:
         root = root.with_name(f"{root.name}-{number}")
-    files = WeightFiles(root, functools.partial(export_weights, bundle, untied=unties(bundle, machine)))
-    transfer = NcclTransfer(files, device, bundle) if engine.transfer == "nccl" else FileTransfer(files, device)
+    transfer = make_transfer(config, bundle, device, machine, root)
     address = server.address if server is not None else Address(engine.url)
     client = VllmClient(address, LINE_BYTES + (longest_field(bundle.routing, bundle.context) if bundle.routing else 0))
     made = VllmEngine(client, bundle, device, transfer, engine, server=server, sleep=sleep, say=say)
     device.make_room = made.rest
     return made
+
+
+def make_transfer(
+    config: Config, bundle: ModelBundle, device: Device, machine: Machine, root: Path
+) -> FileTransfer | AdapterTransfer:
+    """How the server gets what is trained; `root` is where it is written."""
+    if config.train.lora_rank:
+        return AdapterTransfer(root, device, bundle, config)
+    files = WeightFiles(root, functools.partial(export_weights, bundle, untied=unties(bundle, machine)))
+    return NcclTransfer(files, device, bundle) if config.engine.transfer == "nccl" else FileTransfer(files, device)
 
 
 def make_engines(
@@ -134,6 +149,11 @@ def server_plan(
         "--disable-uvicorn-access-log",
     ]
     variables: list[tuple[str, str]] = []
+    if config.train.lora_rank:
+        arguments += lora_arguments(config)
+        variables += LORA_VARIABLES
+    if engine.quantization != "none":
+        arguments.append(f"--quantization={engine.quantization}")
     if machine.gpus:
         arguments.append(f"--gpu-memory-utilization={share:.3f}")
         variables.append(("CUDA_VISIBLE_DEVICES", engine.gpus or config.model.device.partition(":")[2] or "0"))
@@ -148,7 +168,7 @@ def server_plan(
     else:
         # compiled mode compiles at every start; its threads spin, and bound to cores they would hold up the trainer
         arguments.append("--enforce-eager")
-        if unties(bundle, machine):
+        if unties(bundle, machine) and not config.train.lora_rank:
             arguments.append(f"--hf-overrides={UNTIED}")
         threads = str(config.node.threads or torch.get_num_threads())
         variables += [

@@ -54,6 +54,8 @@ class Ask:
     stop_ids: tuple[int, ...]
     salt: str
     """Only requests of the same salt share cached keys and values: those of old weights are never taken up."""
+    model: str = ""
+    """Name of the adapters to sample with; empty: none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,6 +217,11 @@ def _sampling(ask: Ask) -> dict[str, Any]:
     }
 
 
+def _model(ask: Ask) -> dict[str, str]:
+    """A server takes adapters for a model besides its own."""
+    return {"model": ask.model} if ask.model else {}
+
+
 def generate_body(ask: Ask) -> dict[str, Any]:
     sampling = {**_sampling(ask), "detokenize": False, "stream_interval": STREAM_TOKENS}
     return {
@@ -223,6 +230,7 @@ def generate_body(ask: Ask) -> dict[str, Any]:
         "stream": True,
         "cache_salt": ask.salt,
         "sampling_params": sampling,
+        **_model(ask),
     }
 
 
@@ -249,6 +257,7 @@ def completion_body(ask: Ask) -> dict[str, Any]:
         "stream": True,
         "return_token_ids": True,
         "cache_salt": ask.salt,
+        **_model(ask),
     }
 
 

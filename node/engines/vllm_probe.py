@@ -53,6 +53,24 @@ class ServerFacts:
     on_cpu: bool
     untied: bool
     """Told to keep the output layer apart from the embedding."""
+    lora_rank: int
+    """Largest rank of adapters that it takes; 0: none."""
+    quantization: str
+    """What its weights are rounded to; empty: nothing."""
+
+    @property
+    def computes_in(self) -> tuple[str, ...]:
+        """Types that its log-probabilities depend on (node/engines/agreement.py)."""
+        return (self.dtype, self.quantization) if self.quantization else (self.dtype,)
+
+
+LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+"""What `--max-lora-rank` may be (vllm/config/lora.py), but for 1."""
+
+
+def lora_slot(rank: int) -> int:
+    """The smallest --max-lora-rank that takes adapters of a rank."""
+    return next(slot for slot in LORA_RANKS if slot >= rank)
 
 
 async def wait_until_healthy(client: VllmClient, seconds: float, say: Callable[[str], None]) -> None:
@@ -86,8 +104,13 @@ def _no_vllm(client: VllmClient, why: str) -> str:
     return f"what answers at {client.address} is no vLLM server ({why}); correct engine.url (http://host:port)"
 
 
-async def inspect(client: VllmClient, bundle: ModelBundle, config: EngineConfig, *, sleep: bool) -> ServerFacts:
-    """Ask a healthy server what it is, and note how it tells rollouts. Raises WrongModel, MissingFlag, ServerGone."""
+async def inspect(
+    client: VllmClient, bundle: ModelBundle, config: EngineConfig, *, sleep: bool, lora_rank: int = 0
+) -> ServerFacts:
+    """Ask a healthy server what it is, and note how it tells rollouts. Raises WrongModel, MissingFlag, ServerGone.
+
+    `lora_rank`: of the adapters that it is to take; 0: it takes whole weights.
+    """
     where = f"the vLLM server at {client.address}"
     if not await client.has("/collective_rpc") or not await client.has("/pause"):
         raise MissingFlag(
@@ -113,13 +136,33 @@ async def inspect(client: VllmClient, bundle: ModelBundle, config: EngineConfig,
         ),
         (
             "an output layer of its own, which a CPU needs for this model",  # see node.engines.choose.unties
-            not facts.on_cpu or facts.untied or not bundle.model.config.tie_word_embeddings,
+            bool(lora_rank) or not facts.on_cpu or facts.untied or not bundle.model.config.tie_word_embeddings,
             "--hf-overrides '{\"tie_word_embeddings\": false}' and a model directory with lm_head.weight, "
             "or have the node start it (no engine.url)",
+        ),
+        (
+            f"adapters of rank {lora_rank}",
+            facts.lora_rank >= lora_rank,
+            f"--enable-lora --max-lora-rank {lora_slot(lora_rank)}, or set train.lora_rank to 0",
+        ),
+        (
+            f"engine.quantization = {config.quantization}",
+            config.quantization in ("none", facts.quantization),
+            f"--quantization {config.quantization}, or set engine.quantization to none",
+        ),
+        (
+            "weights as the trainer has them: they are rounded to " + facts.quantization,
+            facts.quantization in ("", config.quantization),
+            f"another --quantization or none, or set engine.quantization to {facts.quantization} if that is known here",
         ),
     ):
         if not there:
             raise MissingFlag(f"{where} lacks {what}; start it with {flag}")
+    if lora_rank and not await client.has("/v1/load_lora_adapter"):
+        raise MissingFlag(
+            f"{where} takes no adapters while it runs; start it with the environment variable "
+            "VLLM_ALLOW_RUNTIME_LORA_UPDATING=True besides --enable-lora, reachable by this node only"
+        )
     # a node that was killed may have left it so
     if (await client.get("/is_sleeping", PROBE_SECONDS))["is_sleeping"]:
         if facts.sleep_mode:
@@ -144,6 +187,8 @@ def _facts(version: str, info: Any) -> ServerFacts:
             transfer=str((config["weight_transfer_config"] or {}).get("backend", "")),
             on_cpu="cpu_worker" in config["parallel_config"]["worker_cls"],
             untied=(model["hf_overrides"] or {}).get("tie_word_embeddings") is False,
+            lora_rank=int((config["lora_config"] or {}).get("max_lora_rank", 0)),
+            quantization=str(model["quantization"] or ""),
         )
     except (KeyError, TypeError, ValueError) as error:
         raise EngineSetupError(

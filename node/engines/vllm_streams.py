@@ -26,12 +26,14 @@ class Stream:
     """(token, version): from this token on it was sampled by this version, as far as this side can tell."""
     told: tuple[tuple[int, int], ...] = ()
     """(version, tokens), as the server told at the end."""
+    constant: bool = False
+    """Sampled with what it began with to its end, whatever was loaded meanwhile: the server knows of no adapters."""
     experts: bytes = b""
     """Of the prompt and all tokens (node/routing.py), as the server told at the end."""
 
     def sample(self, version: int) -> Sample:
         """What there is of it; `version` for one without tokens."""
-        spans = self.told or self._by_marks()
+        spans = self._by_marks() if self.constant or not self.told else self.told
         return continued(self.start, self.token_ids, self.logprobs, self.finish, version, spans, self.experts)
 
     def take(self, piece: Piece, bundle: ModelBundle, versions: Mapping[str, int]) -> None:

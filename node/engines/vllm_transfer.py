@@ -24,6 +24,15 @@ log = logging.getLogger(__name__)
 class WeightTransfer(Protocol):
     """Gives a server the trainer's weights."""
 
+    in_place: bool
+    """They replace the old ones, for requests in flight too; False: those go on with what they began with."""
+    sleep_level: str
+    """How much a server may forget while it sleeps: 2 all weights, 1 none."""
+    lora_rank: int
+    """Of the adapters that it is given; 0: whole weights."""
+    model: str
+    """What requests name to sample with the newest weights; empty: nothing."""
+
     async def prepare(self, version: int) -> None:
         """What can be done while the server still samples. Raises WeightFilesError."""
 
@@ -41,6 +50,11 @@ class WeightTransfer(Protocol):
 
 class FileTransfer:
     """Writes a directory per version; the server reloads it in place."""
+
+    in_place = True
+    sleep_level = "2"
+    lora_rank = 0
+    model = ""
 
     def __init__(self, files: WeightFiles, device: Device) -> None:
         self.files, self.device = files, device

@@ -15,7 +15,7 @@ from pathlib import Path
 SUMS = "sha256.json"
 NAME = re.compile(r"\.?v\d+-[0-9a-f]{8}")
 KEPT = 2
-"""Directories kept: the newest, and the one before it, which a server may still be reading."""
+"""Directories kept of whole weights: the newest, and the one before it, which a server may still be reading."""
 
 
 class WeightFilesError(Exception):
@@ -36,9 +36,9 @@ class Published:
 class WeightFiles:
     """Owns a directory. Its methods do disk work: call them on a thread."""
 
-    def __init__(self, root: Path, export: Callable[[Path], object]) -> None:
-        """`export` writes all that `from_pretrained` needs into an empty directory."""
-        self.root, self.export = root, export
+    def __init__(self, root: Path, export: Callable[[Path], object], keep: int = KEPT) -> None:
+        """`export` writes all that `from_pretrained` needs into an empty directory; the newest `keep` are kept."""
+        self.root, self.export, self.keep = root, export, keep
         self.latest: Published | None = None
 
     def publish(self, version: int) -> Published:
@@ -68,7 +68,7 @@ class WeightFiles:
                 "free some disk, or set engine.weights_dir to another one"
             ) from error
         self.latest = Published(directory, version, tuple(sums.items()), size)
-        self._sweep(keep=KEPT)
+        self._sweep(keep=self.keep)
         return self.latest
 
     def verify(self, published: Published) -> None:

@@ -18,9 +18,10 @@ import pytest
 import torch
 from aiohttp import web
 
-from node.config import EngineConfig
+from node.config import Config, EngineConfig
 from node.device import Device
 from node.engines.vllm import VllmEngine
+from node.engines.vllm_adapters import AdapterTransfer
 from node.engines.vllm_client import Address, VllmClient
 from node.engines.vllm_transfer import FileTransfer
 from node.engines.vllm_weights import WeightFiles
@@ -39,6 +40,11 @@ class FakeVllm:
         self.dev_mode = self.scale_out = self.sleep_mode = True
         self.logprobs_mode = "raw_logprobs"
         self.overrides: dict[str, Any] = {"tie_word_embeddings": False}
+        self.quantization: str | None = None
+        self.lora_config: dict[str, Any] | None = None
+        self.runtime_lora = True
+        self.adapters: dict[str, int] = {}
+        """Their weights, by name."""
         self.token_seconds = 0.0
         self.ends: dict[int, int] = {}
         """Length of an answer by its seed; others run to their budget."""
@@ -76,6 +82,12 @@ class FakeVllm:
         }
         if self.scale_out:
             routes["/inference/v1/generate"] = ("POST", self._generate)
+        if self.lora_config and self.runtime_lora:
+            routes |= {
+                "/v1/models": ("GET", self._models),
+                "/v1/load_lora_adapter": ("POST", self._load_adapter),
+                "/v1/unload_lora_adapter": ("POST", self._unload_adapter),
+            }
         if self.dev_mode:
             routes |= {
                 "/server_info": ("GET", self._info),
@@ -116,11 +128,13 @@ class FakeVllm:
             "logprobs_mode": self.logprobs_mode,
             "enable_sleep_mode": self.sleep_mode,
             "hf_overrides": self.overrides,
+            "quantization": self.quantization,
         }
         config = {
             "model_config": model,
             "scheduler_config": {"max_num_seqs": 64},
             "weight_transfer_config": None,
+            "lora_config": self.lora_config,
             "parallel_config": {"worker_cls": "vllm.v1.worker.cpu_worker.CPUWorker"},
         }
         return web.json_response({"vllm_config": config})
@@ -151,6 +165,20 @@ class FakeVllm:
         self.weights = int((Path(body["kwargs"]["weights_path"]) / "number").read_text())
         return web.json_response({"results": [None]})
 
+    async def _models(self, request: web.Request) -> web.Response:
+        return web.json_response({"data": [{"id": name} for name in ("served", *self.adapters)]})
+
+    async def _load_adapter(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        if body["lora_name"] in self.adapters:
+            return web.json_response({"error": {"message": "has already been loaded"}}, status=400)
+        self.adapters[body["lora_name"]] = int((Path(body["lora_path"]) / "number").read_text())
+        return web.Response(text="Success: LoRA adapter added successfully.")
+
+    async def _unload_adapter(self, request: web.Request) -> web.Response:
+        del self.adapters[(await request.json())["lora_name"]]
+        return web.Response(text="Success: LoRA adapter removed successfully.")
+
     async def _label(self, request: web.Request) -> web.Response:
         self.label = (await request.json())["new_version"]
         return web.json_response({"success": True})
@@ -177,12 +205,15 @@ class FakeVllm:
         body = await request.json()
         self.bodies.append(body)
         name, sampling = PREFIX + body["request_id"], body["sampling_params"]
+        if body.get("model") not in (None, *self.adapters):
+            return web.json_response({"error": {"message": "The model does not exist."}}, status=404)
+        constant = self.adapters.get(body.get("model"))
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
         self.streams += 1
         versions: list[dict[str, Any]] = []
         try:
-            async for ids, logprobs, finish in self._tokens(request, name, sampling, versions):
+            async for ids, logprobs, finish in self._tokens(request, name, sampling, versions, constant):
                 content = [{"token_id": i, "logprob": p} for i, p in zip(ids, logprobs, strict=True)]
                 choice = {
                     "token_ids": ids,
@@ -222,9 +253,14 @@ class FakeVllm:
         return response
 
     async def _tokens(
-        self, request: web.Request, name: str, sampling: dict[str, Any], versions: list[dict[str, Any]]
+        self,
+        request: web.Request,
+        name: str,
+        sampling: dict[str, Any],
+        versions: list[dict[str, Any]],
+        constant: int | None = None,
     ) -> AsyncIterator[tuple[list[int], list[float], str | None]]:
-        """In messages of at most 4."""
+        """In messages of at most 4; `constant`: by these adapters to the end."""
         budget = sampling["max_tokens"]
         length = min(budget, self.ends.get(sampling["seed"], budget))
         ids: list[int] = []
@@ -238,7 +274,7 @@ class FakeVllm:
                 return
             last = at + 1 == length
             ids.append(STOP if last and length < budget else FIRST + at % 50)
-            logprobs.append(-1.0 - self.weights)
+            logprobs.append(-1.0 - (self.weights if constant is None else constant))
             if versions and versions[-1]["version"] == self.label:
                 versions[-1]["end"] += 1
             else:
@@ -290,18 +326,33 @@ async def fake(bundle: ModelBundle) -> AsyncIterator[FakeVllm]:
 class Made:
     """An engine on a fake server; its weights are the number `number`."""
 
-    def __init__(self, fake: FakeVllm, bundle: ModelBundle, root: Path, *, sleep: bool = False, **config: Any) -> None:
+    def __init__(
+        self,
+        fake: FakeVllm,
+        bundle: ModelBundle,
+        root: Path,
+        *,
+        sleep: bool = False,
+        lora_rank: int = 0,
+        **config: Any,
+    ) -> None:
         self.number = 0
         self.fake = fake
         self.said: list[str] = []
-        self.files = WeightFiles(root, self._export)
         settings = EngineConfig(url=fake.url, **{"start_seconds": 5.0, "stall_seconds": 5.0, **config})
         device = Device()
+        if lora_rank:
+            whole = Config.model_validate({"train": {"lora_rank": lora_rank}})
+            transfer: FileTransfer = AdapterTransfer(root, device, bundle, whole)
+            transfer.files.export = self._export
+        else:
+            transfer = FileTransfer(WeightFiles(root, self._export), device)
+        self.files = transfer.files
         self.engine = VllmEngine(
             VllmClient(Address(fake.url)),
             bundle,
             device,
-            FileTransfer(self.files, device),
+            transfer,
             settings,
             sleep=sleep,
             say=self.said.append,

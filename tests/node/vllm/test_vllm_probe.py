@@ -68,6 +68,15 @@ async def test_something_else_answers() -> None:
         ({"sleep_mode": False}, {"sleep": True}, "--enable-sleep-mode"),
         ({}, {"transfer": "nccl"}, '--weight-transfer-config \'{"backend":"nccl"}\''),
         ({"overrides": {}}, {}, "--hf-overrides '{\"tie_word_embeddings\": false}'"),
+        ({}, {"lora_rank": 4}, "lacks adapters of rank 4; start it with --enable-lora --max-lora-rank 8, or set train"),
+        ({"lora_config": {"max_lora_rank": 16}}, {"lora_rank": 24}, "--enable-lora --max-lora-rank 32"),
+        (
+            {"lora_config": {"max_lora_rank": 16}, "runtime_lora": False},
+            {"lora_rank": 4},
+            "environment variable VLLM_ALLOW_RUNTIME_LORA_UPDATING=True",
+        ),
+        ({}, {"quantization": "fp8"}, "start it with --quantization fp8, or set engine.quantization to none"),
+        ({"quantization": "fp8"}, {}, "rounded to fp8; start it with another --quantization or none, or set engine."),
     ],
 )
 async def test_a_missing_flag_is_named(
