@@ -8,15 +8,19 @@ import logging
 import math
 import shutil
 import struct
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 
 import psutil
 import torch
 
-from node.config import Config
+from node.config import Config, TrainConfig
 from node.models import ModelError, compute_dtype, device_of, model_directory
 from node.training.distill import local_teacher
+from node.training.lora import require_peft
+from node.training.optimizers import check_optimizer
 
 log = logging.getLogger(__name__)
 
@@ -27,6 +31,8 @@ SPARE = 0.1
 """Of a GPU that it shares: left to CUDA contexts and fragmentation."""
 KV_TOKENS = 1024
 """Keys and values without which an engine is of no use, in tokens."""
+MOMENT_BYTES = {"adamw": 8, "adamw8bit": 2}
+"""Of one trained number, by train.optimizer."""
 SMALLEST_CACHE = 64 << 20
 """The same in bytes, for a small model."""
 
@@ -60,6 +66,23 @@ class ModelShape:
     parameters: int
     kv_bytes: int
     """Keys and values of one token, in 16-bit numbers."""
+    layers: int = 0
+    width: int = 0
+    """Numbers of one token's state between layers."""
+    linear: Mapping[str, int] = field(default_factory=dict)
+    """Linear layers by name (q_proj), those of experts left out: numbers in and out of one token, in all layers."""
+
+    def adapters(self, config: TrainConfig) -> int:
+        """Numbers in the adapters of `train.lora_rank`: A is [rank, in], B is [out, rank]."""
+        everywhere = config.lora_targets == ("all-linear",)
+        return config.lora_rank * sum(n for name, n in self.linear.items() if everywhere or name in config.lora_targets)
+
+    def activations(self, config: TrainConfig) -> int:
+        """About the most numbers that a micro-batch keeps for the way back, experts and output layer left out."""
+        kept = sum(self.linear.values())
+        if config.gradient_checkpointing != "off" and self.layers:
+            kept = self.layers * self.width + kept // self.layers  # what goes into each layer, and all of one layer
+        return config.tokens_per_micro_batch * kept
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +143,9 @@ def prepare(config: Config, models: Path) -> Setup:
     """Look at the machine, choose an engine and see whether the model fits. Raises ModelError, ModelTooBig."""
     machine = look(config)
     choice = choose_engine(config, machine)
+    check_optimizer(config.train, device_of(config.model.device))
+    if config.train.lora_rank:
+        require_peft()
     shape = model_shape(model_directory(config.model.path, models))
     teacher = local_teacher(config.train)
     plan = plan_memory(
@@ -200,20 +226,29 @@ def model_shape(directory: Path) -> ModelShape:
     """Read the headers of a model's files. Raises ModelError."""
     try:
         config = json.loads((directory / "config.json").read_text())
-        parameters = sum(_parameters(file) for file in directory.glob("*.safetensors"))
+        tensors = [tensor for file in directory.glob("*.safetensors") for tensor in _tensors(file)]
+        linear: dict[str, int] = {}
+        for name, sizes in tensors:
+            if len(sizes) == 2 and ".layers." in name and ".experts." not in name:
+                layer = name.split(".")[-2]
+                linear[layer] = linear.get(layer, 0) + sum(sizes)
         heads = config["num_attention_heads"]
         width = config.get("head_dim") or config["hidden_size"] // heads
         kv = 2 * 2 * config["num_hidden_layers"] * (config.get("num_key_value_heads") or heads) * width
     except (OSError, ValueError, KeyError, TypeError, struct.error) as error:
         raise ModelError(f"{directory}: its files cannot be read ({error!r}); copy the model again, whole") from error
-    return ModelShape(directory.name, parameters, kv)
+    parameters = sum(math.prod(sizes) for _, sizes in tensors)
+    return ModelShape(
+        directory.name, parameters, kv, config["num_hidden_layers"], config["hidden_size"], MappingProxyType(linear)
+    )
 
 
-def _parameters(file: Path) -> int:
+def _tensors(file: Path) -> list[tuple[str, list[int]]]:
+    """Names and shapes."""
     with file.open("rb") as opened:
         (length,) = struct.unpack("<Q", opened.read(8))
         header = json.loads(opened.read(min(length, 100 << 20)))
-    return sum(math.prod(tensor["shape"]) for name, tensor in header.items() if name != "__metadata__")
+    return [(name, tensor["shape"]) for name, tensor in header.items() if name != "__metadata__"]
 
 
 def plan_memory(
@@ -225,22 +260,28 @@ def plan_memory(
     teacher: ModelShape | None = None,
 ) -> MemoryPlan:
     """What training and sampling in a compute type take on the device of the model, at their largest."""
-    own, width = shape.parameters, dtype.itemsize
+    own, width, train = shape.parameters, dtype.itemsize, config.train
+    trained = shape.adapters(train) if train.lora_rank else own
     always = [("weights", own * width)]
+    if train.lora_rank:
+        always.append(("adapters", trained * width))
     if width < 4:
-        always.append(("32-bit weights", own * 4))
-    always.append(("optimizer", own * 8))
-    if config.train.kl_coefficient > 0:
+        always.append(("32-bit adapters" if train.lora_rank else "32-bit weights", trained * 4))
+    always.append(("optimizer", trained * MOMENT_BYTES[train.optimizer]))
+    if train.kl_coefficient > 0 and not train.lora_rank:
         always.append(("reference", own * width))
     if teacher is not None:
         always.append(("teacher", teacher.parameters * width))
     rollout = []
     if choice.name == "transformers" or choice.shared_gpu:
         if choice.name == "vllm":
-            rollout.append(("vLLM's weights", own * width))
+            rollout.append(("vLLM's weights", own * (1 if config.engine.quantization == "fp8" else width)))
         rollout.append(("keys and values", max(SMALLEST_CACHE, shape.kv_bytes * KV_TOKENS)))
     together = choice.name == "vllm" and not sleeps(config, choice, machine)
-    parts = tuple(always), (("gradients", own * 4),), tuple(rollout), together
+    update = [("gradients", trained * 4)]
+    if kept := shape.activations(train):
+        update.append(("activations", kept * width))
+    parts = tuple(always), tuple(update), tuple(rollout), together
     if machine.gpus:
         gpu = machine.gpus[int(config.model.device.partition(":")[2] or 0) % len(machine.gpus)]
         return MemoryPlan(*parts, gpu.bytes, f"on {gpu.name}")
@@ -251,8 +292,9 @@ def check_fit(plan: MemoryPlan, shape: ModelShape) -> None:
     """Raises ModelTooBig."""
     if plan.total > plan.limit:
         raise ModelTooBig(
-            f"{shape.name} with {shape.parameters / 1e9:.2f} billion parameters does not fit: {plan}; use a smaller "
-            "model (model.path), model.dtype bfloat16, or a machine with more memory"
+            f"{shape.name} with {shape.parameters / 1e9:.2f} billion parameters does not fit: {plan}; train adapters "
+            "only (train.lora_rank), use a smaller model (model.path), model.dtype bfloat16, train.optimizer adamw8bit "
+            "on a GPU, or a machine with more memory"
         )
 
 

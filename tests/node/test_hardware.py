@@ -76,8 +76,9 @@ def test_a_model_that_does_not_fit_is_refused_with_the_sum() -> None:
         check_fit(plan, SEVEN_B)
     assert str(refused.value) == (
         "seven with 7.00 billion parameters does not fit: weights 26.1 + optimizer 52.2 + the larger of "
-        "(gradients 26.1) and (keys and values 0.1) = 104.3 GB, of 8.0 GB of memory; use a smaller model "
-        "(model.path), model.dtype bfloat16, or a machine with more memory"
+        "(gradients 26.1) and (keys and values 0.1) = 104.3 GB, of 8.0 GB of memory; train adapters only "
+        "(train.lora_rank), use a smaller model (model.path), model.dtype bfloat16, train.optimizer adamw8bit on a "
+        "GPU, or a machine with more memory"
     )
 
 
@@ -100,6 +101,54 @@ def test_the_sum_of_a_shared_gpu() -> None:
     assert "teacher 0.9 + " in str(taught)
 
 
+EIGHT_B = ModelShape("eight", 8_000_000_000, 131072, 32, 4096, {"q_proj": 32 * 8192, "down_proj": 32 * 18432})
+
+
+@pytest.mark.parametrize(
+    ("train", "trained"),
+    [
+        ({"lora_rank": 16}, 16 * 32 * (8192 + 18432)),
+        ({"lora_rank": 8, "lora_targets": "q_proj,k_proj"}, 8 * 32 * 8192),
+    ],
+)
+def test_adapters_take_little_and_the_weights_once(train: dict[str, Any], trained: int) -> None:
+    apart = {"engine": {"gpus": "1"}}
+    given = config(train={**train, "kl_coefficient": 0.1}, **apart)  # the reference is the model without adapters
+    plan = plan_memory(given, EIGHT_B, GPU, choose_engine(given, GPU), torch.bfloat16)
+    kept = 768 * (32 * 4096 + 8192 + 18432) * 2
+    assert plan.total == EIGHT_B.parameters * 2 + trained * (2 + 4 + 8 + 4) + kept
+    assert "weights 14.9 + adapters 0.0 + 32-bit adapters" in str(plan)
+
+
+def test_moments_in_8_bits_and_layers_computed_twice_take_less() -> None:
+    def total(**train: Any) -> int:
+        given = config(train=train, engine={"gpus": "1"})
+        return plan_memory(given, EIGHT_B, GPU, choose_engine(given, GPU), torch.bfloat16).total
+
+    assert total() - total(optimizer="adamw8bit") == 6 * EIGHT_B.parameters
+    whole, once = 32 * (8192 + 18432), 32 * 4096 + 8192 + 18432
+    assert total(gradient_checkpointing="off") - total(gradient_checkpointing="on") == 768 * 2 * (whole - once)
+    assert total(gradient_checkpointing="on") == total(), "auto turns it on before memory runs out for good"
+
+
+def test_fp8_rollouts_take_half_the_memory() -> None:
+    choice = choose_engine(config(), GPU)
+    awake = {"sleep": "off"}
+    plain = plan_memory(config(engine=awake), EIGHT_B, GPU, choice, torch.bfloat16)
+    rounded = plan_memory(config(engine={**awake, "quantization": "fp8"}), EIGHT_B, GPU, choice, torch.bfloat16)
+    assert plain.total - rounded.total == EIGHT_B.parameters
+
+
+def test_an_optimizer_that_cannot_be_is_refused_before_anything_is_loaded(
+    tiny_model: Callable[[str], Path], tmp_path: Path
+) -> None:
+    model = {"path": str(tiny_model("llama")), "dtype": "float32", "device": "cpu"}
+    with pytest.raises(
+        ModelError, match=r"train\.optimizer = adamw8bit works on a GPU only, .*set train\.optimizer to"
+    ):
+        prepare(config(model=model, train={"optimizer": "adamw8bit"}), tmp_path)
+
+
 def test_vllm_gets_what_the_trainer_leaves() -> None:
     choice = choose_engine(config(), GPU)
     plan = plan_memory(config(), HALF_B, GPU, choice, torch.bfloat16)
@@ -116,6 +165,7 @@ def test_shape_of_a_model_is_read_from_its_headers(tiny_model: Callable[[str], P
     shape = model_shape(directory)
     assert shape.parameters == sum(parameter.numel() for parameter in bundle.model.parameters())
     assert shape.kv_bytes == 2 * 2 * 3 * 2 * 8
+    assert (shape.layers, shape.width, shape.linear["q_proj"], len(shape.linear)) == (3, 48, 3 * 96, 7)
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "model.safetensors").write_bytes(b"\xff" * 9)
     with pytest.raises(ModelError, match="its files cannot be read"):
