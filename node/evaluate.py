@@ -19,6 +19,7 @@ from node.models import ModelBundle, load_model
 from node.rollouts import sample, sampling_seed
 from node.scorer import Scorer
 from node.settings import Settings
+from node.training.lora import has_adapters, load_with_adapters
 from protocol.assignment import held_out_task
 from protocol.manifest import Manifest
 
@@ -81,7 +82,12 @@ async def _evaluate_directory(directory: Path, config: Config, manifest: Manifes
 
     def load() -> ModelBundle:
         torch.set_num_threads(config.node.threads or psutil.cpu_count(logical=False) or 1)
-        return load_model(str(directory), device=config.model.device, dtype=config.model.dtype, models=models_dir())
+        model, adapted = config.model, has_adapters(directory)
+        path = model.path if adapted else str(directory)
+        bundle = load_model(path, device=model.device, dtype=model.dtype, models=models_dir())
+        if adapted:
+            load_with_adapters(bundle, directory)
+        return bundle
 
     try:
         await scorer.start()

@@ -1,6 +1,7 @@
 """`shoal checkpoint`: what was saved, as a model directory for elsewhere, and how good it is."""
 
 import shutil
+from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,8 +12,12 @@ from node.cli.session import Group, Session, with_session
 if TYPE_CHECKING:
     from node.checkpoint import CheckpointStore
 
-TRAINER_FILES = ("exp_avg.safetensors", "exp_avg_sq.safetensors", "trainer.json")
+TRAINER_FILES = ("exp_avg.safetensors", "exp_avg_sq.safetensors", "moments8.safetensors", "trainer.json")
 """The optimizer's, of no use elsewhere. Those of node/training/files.py, whose import would cost torch's seconds."""
+
+
+ADAPTER_SETTINGS = "adapter_config.json"
+"""Where there are adapters and no whole weights (node/training/lora.py)."""
 
 
 class ExportRefused(Exception):
@@ -56,9 +61,13 @@ def list_all(session: Session) -> None:
 @checkpoint.command()
 @click.argument("name")
 @click.argument("directory", type=click.Path(path_type=Path))
+@click.option("--adapters", is_flag=True, help="adapters (train.lora_rank) by themselves, as peft and vLLM load them")
 @with_session
-def export(session: Session, name: str, directory: Path) -> None:
-    """Copy a checkpoint's model into a new DIRECTORY that `from_pretrained` and vLLM load: no optimizer, no state."""
+def export(session: Session, name: str, directory: Path, adapters: bool) -> None:
+    """Copy a checkpoint's model into a new DIRECTORY that `from_pretrained` and vLLM load: no optimizer, no state.
+
+    Adapters are added to the weights of the model that they were trained on (model.path), unless asked for alone.
+    """
     from node.checkpoint import BEST, FILES, STATE, damage
     from node.cli.output import emit
 
@@ -67,22 +76,45 @@ def export(session: Session, name: str, directory: Path) -> None:
         raise ExportRefused(f"{directory} is there already ; give a new directory")
     if fault := damage(entry.path):
         raise ExportRefused(f"{entry.path} is damaged: {fault} ; export another one (shoal checkpoint list)")
+    adapted = (entry.path / ADAPTER_SETTINGS).exists()
+    if adapters and not adapted:
+        raise ExportRefused(f"{entry.path} has whole weights and no adapters ; export it without --adapters")
     aside = directory.with_name(f".{directory.name}.part")
     try:
         shutil.rmtree(aside, ignore_errors=True)  # of an export that was killed
         aside.mkdir(parents=True)
-        for file in entry.path.iterdir():
-            if file.name not in (BEST, FILES, STATE, *TRAINER_FILES):
-                shutil.copyfile(file, aside / file.name)  # not its mode: the home's files are its owner's alone
+        if adapted and not adapters:
+            merge_into_base(session, entry.path, aside)
+        else:
+            copy(entry.path, aside, leave=(BEST, FILES, STATE, *TRAINER_FILES))
         aside.rename(directory)
     finally:
         shutil.rmtree(aside, ignore_errors=True)
     if session.as_json:
         emit({"step": entry.step, "path": str(directory.absolute())})
+    elif adapters:
+        click.echo(f"The adapters of step {entry.step} are in {directory}; peft and vllm serve --enable-lora load them")
     else:
         click.echo(
             f"Step {entry.step} is in {directory}; shoal config set model.path {directory.absolute()} starts from it"
         )
+
+
+def copy(source: Path, target: Path, leave: Collection[str]) -> None:
+    """Copy files, but not their modes: the home's are its owner's alone."""
+    for file in source.iterdir():
+        if file.name not in leave:
+            shutil.copyfile(file, target / file.name)
+
+
+def merge_into_base(session: Session, adapters: Path, target: Path) -> None:
+    """Write the model with its adapters added."""
+    from node.home import models_dir
+    from node.models import model_directory
+    from node.training.lora import merge
+
+    path = session.settings(session.node()).config.model.path
+    merge(model_directory(path, models_dir()), adapters, target)
 
 
 @checkpoint.command(name="eval")

@@ -84,6 +84,11 @@ def run(home: Home, settings: Settings, order: Order) -> dict[str, Any]:
     """Train as ordered and report. Raises OfflineError, HomeLocked while the node is up, NoSwarm, and as its parts."""
     check(order)
     home.swarm()
+    if settings.config.train.lora_rank:
+        raise BadOrder(
+            f"train.lora_rank = {settings.config.train.lora_rank} trains adapters, and offline training whole weights ;"
+            " set it to 0 in a home of its own"
+        )
     manifest = home.manifest()
     if manifest is None:
         raise NoSwarm(f"the manifest of the swarm is not in {home.path} yet ; run `shoal up` until it has come")

@@ -18,6 +18,7 @@ from node.home import Home, NoSwarm
 from node.interfaces import Batch, TrainGroup, TrainSequence
 from node.models import load_model
 from node.settings import load, set_value
+from node.training import lora
 from node.training.local import LocalTrainer
 from protocol.manifest import EnvironmentSpec, make_manifest
 
@@ -73,6 +74,28 @@ def test_an_exported_checkpoint_is_the_model(home: Home, trained: LocalTrainer, 
     again = LocalTrainer(bundle, TrainConfig(), dumps=tmp_path)
     groups = [TrainGroup((9, 8), (TrainSequence((40, 41, 1), (True,) * 3, 0.0, None),), "own")]
     assert again.logprobs(groups) == trained.logprobs(groups)
+
+
+def test_adapters_are_scored_as_the_weights_that_they_make(
+    home: Home, trained: LocalTrainer, tiny_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    pytest.importorskip("peft", reason="needs shoal[lora]")
+    path = tiny_model("llama", ascii_only=True)
+    set_value(home, "model.path", str(path))
+    bundle = load_model(str(path), device="cpu", dtype="float32", models=tmp_path)
+    adapted = LocalTrainer(bundle, TrainConfig(lora_rank=4, learning_rate=3e-2, warmup_steps=0), dumps=tmp_path)
+    for step in range(1, 5):
+        good, bad = (
+            TrainSequence(ids, (True,) * len(ids), reward, None) for ids, reward in (((40, 40, 1), 1.0), ((50, 1), 0.0))
+        )
+        adapted.update(Batch(step, (TrainGroup((9, 8), (good, bad), "own"),)))
+    store = CheckpointStore(home.checkpoints, 3)
+    store.latest()
+    store.save(4, adapted.save, {})
+    store.save(5, lambda directory: lora.merge(path, home.checkpoints / "step-4", directory), {})
+    scores = [json.loads(call(home, "eval", step, "--json"))["mean"] for step in ("4", "5")]
+    assert scores[0] == scores[1]
+    assert 0 < scores[0] < 1
 
 
 def test_what_cannot_be_scored_is_named(home: Home, trained: LocalTrainer) -> None:

@@ -6,7 +6,7 @@ import pytest
 from click.testing import Result
 
 from node.checkpoint import CheckpointStore
-from node.cli.checkpoint import TRAINER_FILES
+from node.cli.checkpoint import ADAPTER_SETTINGS, TRAINER_FILES
 from node.home import Home
 
 Run = Callable[..., Result]
@@ -68,6 +68,40 @@ def test_export_refuses(run: Run, home: Home, saved: CheckpointStore, tmp_path: 
 
 
 def test_the_trainers_files_are_those_the_trainer_writes() -> None:
-    from node.training import files  # imports torch
+    from node.training import files, lora  # imports torch
 
-    assert TRAINER_FILES == (files.FIRST_MOMENTS, files.SECOND_MOMENTS, files.TRAINER)
+    assert TRAINER_FILES == (files.FIRST_MOMENTS, files.SECOND_MOMENTS, files.MOMENTS_8BIT, files.TRAINER)
+    assert ADAPTER_SETTINGS == lora.SETTINGS
+
+
+def test_export_of_adapters(
+    run: Run, home: Home, saved: CheckpointStore, tiny_model: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """Added to the weights of the model that they are of, in one directory that says nothing of adapters; or alone."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    model = tiny_model("llama")
+    name = "model.layers.1.self_attn.q_proj"
+    weights = load_file(model / "model.safetensors")
+
+    def write_adapters(directory: Path) -> None:
+        settings = {"r": 2, "lora_alpha": 6, "target_modules": ["q_proj"]}
+        (directory / "adapter_config.json").write_text(json.dumps(settings))
+        a, b = torch.ones(2, 48), torch.full((48, 2), 0.5)
+        sides = {f"base_model.model.{name}.lora_{side}.weight": tensor for side, tensor in (("A", a), ("B", b))}
+        save_file(sides, directory / "adapter_model.safetensors")
+        (directory / TRAINER_FILES[-1]).write_text("{}")
+
+    saved.save(75, write_adapters, {})
+    options = ("--home", home.path, "--set", f"model.path={model}", "checkpoint", "export", "latest")
+    whole, alone = tmp_path / "whole", tmp_path / "alone"
+    assert "model.path" in run(*options, whole).stdout
+    assert {file.name for file in whole.iterdir()} == {file.name for file in model.iterdir()}
+    merged = load_file(whole / "model.safetensors")
+    torch.testing.assert_close(merged[f"{name}.weight"], weights[f"{name}.weight"] + 3.0)  # 6 / 2 * (0.5 + 0.5)
+    assert all(torch.equal(merged[key], weights[key]) for key in weights if not key.startswith(name))
+    assert "adapters of step 75" in run(*options, alone, "--adapters").stdout
+    assert sorted(file.name for file in alone.iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
+    plain = run("--home", home.path, "checkpoint", "export", "50", tmp_path / "none", "--adapters")
+    assert (plain.exit_code, "no adapters ; export it without --adapters" in plain.stderr) == (1, True)
