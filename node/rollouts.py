@@ -63,6 +63,11 @@ async def prompts(
     return tasks, [render_prompt(bundle, task.messages) for task in tasks]
 
 
+def request_key(ref: TaskRef, number: int) -> str:
+    """Environment and number of a task: lengths of answers are learnt by environment (node/scheduling/lengths.py)."""
+    return f"{ref.environment}/{number}"
+
+
 async def requests_of(
     bundle: ModelBundle,
     scorer: Scorer,
@@ -72,12 +77,12 @@ async def requests_of(
     n: int,
     numbers: Sequence[int],
 ) -> list[PromptRequest]:
-    """What to ask an engine for `n` completions of each task; a key is the environment and the task's number."""
+    """What to ask an engine for `n` completions of each task."""
     tasks, prompt_ids = await prompts(bundle, scorer, refs)
     cap = config.rollout.max_new_tokens
     return [
         PromptRequest(
-            key=f"{ref.environment}/{number}",
+            key=request_key(ref, number),
             prompt_ids=ids,
             n=n,
             max_new_tokens=min(cap, task.max_tokens) if cap else task.max_tokens,

@@ -106,6 +106,10 @@ class Scorer:
                 "so join only swarms whose environments do not evaluate answers"
             )
 
+    def knows(self, ref: TaskRef) -> bool:
+        """Whether the task is of one of this swarm's environments."""
+        return (ref.environment, ref.version) in self._known
+
     async def tasks(self, refs: Sequence[TaskRef], *, foreign: bool = False) -> list[Task]:
         """Regenerate tasks, in order. Raises ScorerError naming the first one that cannot be."""
         tasks = []
@@ -143,7 +147,7 @@ class Scorer:
 
     async def _work(self, jobs: Sequence[Job], foreign: bool) -> list[Done]:
         for job in jobs:
-            if (job.ref.environment, job.ref.version) not in self._known:
+            if not self.knows(job.ref):
                 raise ScorerError(f"environment {job.ref.environment} {job.ref.version} is not one of this swarm's")
         results: list[Done] = []
         while len(results) < len(jobs):

@@ -6,7 +6,7 @@ from typing import Any
 from node.config import Config, RolloutConfig
 from node.interfaces import Engine, PromptRequest
 from node.models import ModelBundle
-from node.rollouts import Rollout, requests_of, scored
+from node.rollouts import Rollout, request_key, requests_of, scored
 from node.scheduler import Dispatch, Scheduler
 from node.scheduling.rounds import Begun, Plan, Rounds
 from node.scorer import Scorer, ScorerError
@@ -48,15 +48,17 @@ class OwnRollouts:
     async def take(self, count: int, tasks: Callable[[int], Sequence[Begun]]) -> list[Rollout]:
         """`count` scored groups, in the order they were begun; `tasks` are the next ones to begin.
 
-        Raises ScorerError, and what the engine raises; what was begun then stays for the next call.
+        Raises ScorerError, and what the engine raises. What was begun then stays for the next call, but a task that
+        cannot be regenerated would fail every call to come: those that were not sent to an engine are passed over.
         """
         rounds = self.rounds
-        rounds.begin(tasks(rounds.missing(count)))
-        taken = await rounds.take(count)
-        if rounds.plan.policy == "asynchronous":
-            rounds.begin(tasks(rounds.missing(count)))
-            await rounds.ahead()
+        taken: list[Begun] = []
         try:
+            rounds.begin(tasks(rounds.missing(count)))
+            taken = await rounds.take(count)
+            if rounds.plan.policy == "asynchronous":
+                rounds.begin(tasks(rounds.missing(count)))
+                await rounds.ahead()
             return await scored(
                 self.bundle,
                 self.scorer,
@@ -68,22 +70,41 @@ class OwnRollouts:
             )
         except ScorerError:
             rounds.put_back(taken)
+            rounds.forget_unsent()
             raise
 
     async def _prepare(self, tasks: Sequence[Begun]) -> list[PromptRequest]:
-        return await requests_of(
+        """What goes on keeps the prompt and the budget that it was begun with, whatever the settings are now."""
+        fresh = [one for one in tasks if not one.samples]
+        made = await requests_of(
             self.bundle,
             self.scorer,
             self.config,
-            [one.ref for one in tasks],
-            [one.seed for one in tasks],
+            [one.ref for one in fresh],
+            [one.seed for one in fresh],
             self.config.rollout.group_size,
-            [one.place for one in tasks],
+            [one.place for one in fresh],
+        )
+        requests = iter(made)
+        return [self._again(one) if one.samples else next(requests) for one in tasks]
+
+    def _again(self, one: Begun) -> PromptRequest:
+        return PromptRequest(
+            key=request_key(one.ref, one.place),
+            prompt_ids=one.prompt_ids,
+            n=len(one.samples),
+            max_new_tokens=one.budget,
+            temperature=self.config.rollout.temperature,
+            seed=one.seed,
         )
 
     def restore(self, state: Mapping[str, Any]) -> str:
-        """Go on with what a saved state had begun; says in words what that is, empty when it is nothing."""
+        """Go on with what a saved state had begun; says in words what that is, empty when it is nothing.
+
+        Tasks that the scorer does not know are left out: they are of another swarm, which this home was in before.
+        """
         self.rounds.restore(state.get("begun", ()))
+        self.rounds.begun = [one for one in self.rounds.begun if self.scorer.knows(one.ref)]
         begun = self.rounds.begun
         if not begun:
             return ""

@@ -154,6 +154,10 @@ class Rounds:
         """Of no use yet after all: they are the first for the next step."""
         self.begun = [*taken, *self.begun]
 
+    def forget_unsent(self) -> None:
+        """Leave the tasks that no engine has begun yet."""
+        self.begun = [one for one in self.begun if one.prompt_ids or one.since is not None]
+
     async def ahead(self) -> None:
         """Send off what is begun, so that it is sampled while the trainer works (`asynchronous`, else nothing)."""
         if self.plan.policy == "asynchronous":

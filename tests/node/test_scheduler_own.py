@@ -27,8 +27,14 @@ class FakeScorer:
 
     def __init__(self) -> None:
         self.breathless = False
+        self.lost: set[int] = set()
+
+    def knows(self, ref: TaskRef) -> bool:
+        return ref.environment == "e"
 
     async def tasks(self, refs: Sequence[TaskRef]) -> list[Task]:
+        if lost := self.lost.intersection(ref.index for ref in refs):
+            raise ScorerError(f"task {lost} cannot be regenerated")
         return [Task((Message("user", str(ref.index)),), 3 + 9 * (ref.index % 2)) for ref in refs]
 
     async def score(self, answers: Sequence[tuple[TaskRef, str]]) -> list[Score]:
@@ -93,6 +99,37 @@ async def test_groups_that_could_not_be_scored_are_the_first_of_the_next_step(ow
     rollouts = await own.take(2, tasks)
     assert [rollout.ref.index for rollout in rollouts] == [0, 2]
     assert tasks.given == 4
+
+
+async def test_a_task_that_cannot_be_regenerated_fails_one_step_and_not_all_to_come(own: OwnRollouts) -> None:
+    tasks = Tasks()
+    scorer: Any = own.scorer
+    await own.take(2, tasks)
+    kept = [one.ref.index for one in own.rounds.begun]
+    scorer.lost = {5, *kept}  # what has tokens already goes on without its task
+    with pytest.raises(ScorerError, match="5"):
+        await own.take(2, tasks)
+    assert [one.ref.index for one in own.rounds.begun] == kept
+    rollouts = await own.take(2, tasks)
+    assert not {4, 5} & {rollout.ref.index for rollout in rollouts}
+
+
+async def test_an_answer_goes_on_with_its_budget_after_a_smaller_one_was_set(own: OwnRollouts) -> None:
+    await own.take(2, Tasks())
+    state = {"begun": own.rounds.state()}
+    assert max(one.tokens for one in own.rounds.begun) > 2
+    rollout = own.config.rollout.model_copy(update={"max_new_tokens": 1, "policy": "synchronous"})
+    later = OwnRollouts(own.rounds.engine, own.bundle, own.scorer, own.config.model_copy(update={"rollout": rollout}))
+    later.restore(state)
+    rollouts = await later.take(2, Tasks())
+    assert [(rollout.ref.index, rollout.budget) for rollout in rollouts] == [(1, 12), (3, 12)]
+
+
+async def test_tasks_of_a_swarm_that_was_left_are_not_gone_on_with(own: OwnRollouts) -> None:
+    await own.take(2, Tasks())
+    own.rounds.begun[0].ref = TaskRef("other", "1", 0, 1)
+    assert own.restore({"begun": own.rounds.state()}).startswith("goes on with 1 groups")
+    assert [one.ref.environment for one in own.rounds.begun] == ["e"]
 
 
 async def test_what_is_kept_over_a_restart_is_said(own: OwnRollouts) -> None:
