@@ -11,7 +11,7 @@ import random
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from swarm.transport import PeerUnreachable, Transport, TransportError
+from swarm.transport import Transport, TransportError
 
 DIAL_SECONDS = 10.0
 LOOKUP_SECONDS = 15.0
@@ -141,7 +141,7 @@ class Discovery:
         known = self._known[peer]
         try:
             await self._transport.connect(known.address, timeout=DIAL_SECONDS)
-        except PeerUnreachable as error:
+        except TransportError as error:  # whatever the library raised over one peer must not end the service
             if known.is_bootstrap:
                 self.last_error = str(error)
             log.debug("dialling %s: %s", known.address, error)

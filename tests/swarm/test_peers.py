@@ -9,7 +9,7 @@ import pytest
 
 from swarm.memory import MemoryHub
 from swarm.peers import DIALS_AT_ONCE, GIVE_UP_SECONDS, MAX_KNOWN, Discovery
-from swarm.transport import PeerUnreachable
+from swarm.transport import PeerUnreachable, TransportError
 
 RENDEZVOUS = bytes(range(32))
 
@@ -90,8 +90,8 @@ class Unreachable:
 
     peer_id = "me"
 
-    def __init__(self, flood: int = 0) -> None:
-        self.flood = flood
+    def __init__(self, flood: int = 0, failure: type[TransportError] = PeerUnreachable) -> None:
+        self.flood, self.failure = flood, failure
         self.dialled: list[tuple[float, str]] = []
         self.now = 0.0
 
@@ -100,7 +100,7 @@ class Unreachable:
 
     async def connect(self, multiaddr: str, *, timeout: float) -> str:
         self.dialled.append((self.now, multiaddr))
-        raise PeerUnreachable(f"cannot reach {multiaddr}")
+        raise self.failure(f"cannot reach {multiaddr}")
 
     async def provide(self, key: bytes) -> None:
         assert key == RENDEZVOUS
@@ -109,8 +109,9 @@ class Unreachable:
         return tuple(f"peer {self.now:.0f} {number}" for number in range(self.flood))
 
 
-async def test_dials_back_off_but_never_end():
-    transport = Unreachable()
+@pytest.mark.parametrize("failure", [PeerUnreachable, TransportError])
+async def test_dials_back_off_but_never_end(failure: type[TransportError]):
+    transport = Unreachable(failure=failure)
     service = discovery(transport, ["/ip4/10.0.0.1/tcp/1/p2p/boot"], clock=lambda: transport.now)
     while transport.now < 3 * 3600:
         await service.step()
