@@ -288,3 +288,17 @@ async def test_the_bans_held_are_bounded(libp2p, wait_until, monkeypatch):
     await wait_until(lambda: [stranger in bans for stranger in strangers] == [False, False, True, True])
     assert len(bans) == 2
     assert {str(peer) for peer in a._host._pubsub.blacklisted_peers} == set(strangers[-2:])
+
+
+async def test_a_peer_with_a_key_of_another_kind_can_be_banned(libp2p, wait_until):
+    """libp2p connects RSA and secp256k1 peers too, and one that gossips rubbish must not cost more than its ban."""
+    (a,) = await libp2p.start(1)
+    rsa, secp256k1 = (
+        "QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N",
+        "16Uiu2HAmEWQnHq2jLKJypwVnVoQeFCULuyop6atvq2eWjYSUjzNi",
+    )
+    for peer in (rsa, secp256k1):
+        a.ban(peer)
+    await wait_until(lambda: rsa in a._host._banned and secp256k1 in a._host._banned)
+    a.lift_ban(rsa)
+    await wait_until(lambda: rsa not in a._host._banned)
