@@ -14,6 +14,7 @@ from node.scorer import ScorerError
 from node.settings import public_values
 from protocol.rollout import RolloutGroup
 from swarm.experience import GroupRecord, UnknownGroup
+from swarm.reputation import faded
 from web.view import NotFound
 
 if TYPE_CHECKING:
@@ -102,7 +103,7 @@ class DaemonView:
 
     def peers(self) -> Sequence[Mapping[str, Json]]:
         node = self.node
-        connected = set(node.transport.peers())
+        now, connected = node.clock(), set(node.transport.peers())
         records = node.store.peers.latest(MAX_PEERS_SHOWN)
         known = {record.peer: record for record in records + node.store.peers.of(connected)}
         verdicts = node.store.peers.verdicts(connected | set(known))
@@ -117,11 +118,11 @@ class DaemonView:
                     "connected": peer in connected,
                     "model": record.model if record else "",
                     "reputation": node.exchange.weight(peer) if node.exchange else 0.0,
-                    "banned": bool(record and record.banned),
+                    "banned": bool(record and faded(record, now).banned),
                     "published": published,
                     "admitted": admitted,
                     "rejected": counts,
-                    "last_seen": record.last_seen if record else node.clock(),
+                    "last_seen": record.last_seen if record else now,
                 }
             )
         return rows
