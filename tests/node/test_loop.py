@@ -70,6 +70,7 @@ def make_loop(tmp_path: Path) -> Iterator[Callable[..., Loop]]:
             device=device,
             engine=FakeEngine(),
             trainer=trainer,
+            teacher=None,
             sampler=Sampler(0),
             checkpoints=CheckpointStore(tmp_path / "checkpoints", 2),
             history=history,
@@ -302,7 +303,7 @@ async def test_steps_of_another_model_are_not_repeated(make_loop: Callable[..., 
     trainer = FakeTrainer()
     loop = make_loop(trainer)
     bundle: Any = SimpleNamespace(
-        fingerprint=b"\1" * 32, name="other", model=SimpleNamespace(parameters=lambda: [torch.zeros(3)])
+        fingerprint=b"\1" * 32, name="other", model=SimpleNamespace(named_parameters=lambda: [("w", torch.zeros(3))])
     )
     loop.parts.bundle = bundle
     state = {**STATE, "model": model_mark(bundle)}
