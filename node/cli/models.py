@@ -32,6 +32,7 @@ def prepare(session: Session) -> None:
 def export(session: Session, directory: str, untied: bool) -> None:
     """Write the node's model (model.path) into DIRECTORY, for a vLLM server to start with."""
     from pathlib import Path
+    from tempfile import TemporaryDirectory
 
     from node.cli.output import emit
     from node.engines.choose import export_weights
@@ -42,10 +43,11 @@ def export(session: Session, directory: str, untied: bool) -> None:
     bundle = load_model(settings.path, device="cpu", dtype="bfloat16", models=models_dir())
     target = Path(directory)
     target.mkdir(parents=True, exist_ok=True)
-    export_weights(bundle, target, untied=untied)
-    # the server may run as another user
-    for file in target.iterdir():
-        file.chmod(0o644)
+    with TemporaryDirectory(prefix=".export-", dir=target) as aside:  # what else is in the target is none of ours
+        export_weights(bundle, Path(aside), untied=untied)
+        for file in Path(aside).iterdir():
+            file.chmod(0o644)  # the server may run as another user
+            file.replace(target / file.name)
     if session.as_json:
         emit({"model": str(target)})
     else:

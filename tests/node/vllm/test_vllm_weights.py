@@ -77,10 +77,14 @@ def test_the_output_layer_is_written_apart_where_a_server_needs_it(bundle: Model
 def test_a_model_for_a_server_elsewhere(bundle: ModelBundle, tmp_path: Path, no_variables: None) -> None:
     """`shoal model export` writes what such a server starts with; no home is needed."""
     target = tmp_path / "model"
+    (target / "of others").mkdir(parents=True, mode=0o700)
+    (target / "secret").touch(mode=0o600)
     words = ["--home", str(tmp_path / "none"), "--set", f"model.path={bundle.directory}"]
     done = CliRunner().invoke(shoal, [*words, "model", "export", str(target), "--untied", "--json"])
     assert done.exit_code == 0, done.output
     assert json.loads(done.output) == {"model": str(target)}
     assert "lm_head.weight" in load_file(target / "model.safetensors")
     assert (target / "tokenizer_config.json").stat().st_mode & 0o777 == 0o644
+    assert [(target / name).stat().st_mode & 0o777 for name in ("of others", "secret")] == [0o700, 0o600]
+    assert not list(target.glob(".*"))
     assert not (tmp_path / "none").exists()
