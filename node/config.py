@@ -123,6 +123,9 @@ class TrainConfig(Section):
     betas: Annotated[tuple[Decay, Decay], BeforeValidator(split_commas)] = Field((0.9, 0.95), description="AdamW betas")
     weight_decay: float = Field(0.0, ge=0, description="AdamW weight decay")
     warmup_steps: int = Field(5, ge=0, description="linear warm-up, in steps")
+    decay_after: int = Field(
+        10, ge=0, description="step from which the learning rate falls with 1/sqrt(step); 0: it does not"
+    )
     max_grad_norm: float = Field(1.0, gt=0, description="gradient clipping by global norm")
     routing_replay: Literal["auto", "on", "off"] = Field(
         "auto", description="train with the experts that the rollout chose; auto: where the model has experts"

@@ -260,12 +260,21 @@ class LocalTrainer:
             if not self.critic.finite():
                 raise _NotFinite("the critic's gradient is not finite")
             self.critic.step(self.config.critic_learning_rate)
-        rate = self.config.learning_rate * min(1.0, (self.step + 1) / max(1, self.config.warmup_steps))
+        rate = self._learning_rate()
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         self.optimizer.step()
         self.weights.publish()
         return norm
+
+    def _learning_rate(self) -> float:
+        """Of the next optimizer step: warm-up, the peak, then the inverse square root, which needs no last step.
+
+        Source: Zhai et al., "Scaling Vision Transformers", 2106.04560, section 3.5.
+        """
+        config, step = self.config, self.step + 1
+        rate = config.learning_rate * min(1.0, step / max(1, config.warmup_steps))
+        return rate * math.sqrt(config.decay_after / step) if 0 < config.decay_after < step else rate
 
     def _drop_gradients(self) -> None:
         self.weights.drop_gradients()

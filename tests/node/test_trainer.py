@@ -164,6 +164,14 @@ def test_statistics(make: Make) -> None:
     assert trainer.memory()["gradients"] == 0
 
 
+def test_the_learning_rate_rises_stays_and_falls_with_the_root_of_the_step(make: Make) -> None:
+    trainer = make(warmup_steps=2, decay_after=3)
+    rates = [trainer.update(batch(step)).learning_rate for step in range(1, 7)]
+    falling = [1e-3 * (3 / step) ** 0.5 for step in (4, 5, 6)]
+    assert rates == pytest.approx([5e-4, 1e-3, 1e-3, *falling])
+    assert make(warmup_steps=0, decay_after=0).update(batch()).learning_rate == pytest.approx(1e-3)
+
+
 def test_learning_makes_good_answers_likelier(make: Make) -> None:
     trainer = make(warmup_steps=0)
     given = batch()
