@@ -110,3 +110,18 @@ async def test_a_peer_that_asks_to_wait_is_asked_again(world: World) -> None:
     await until(lambda: b.count("heard") == 1)
     assert time.monotonic() - begin >= 0.3
     assert (b.count("put_off"), b.count("rejected")) == (2, {})
+
+
+async def test_a_peer_that_always_says_soon_does_not_keep_a_node_busy(world: World) -> None:
+    b, a = await world.node("b", heal_seconds=100), await world.peer("a")
+    asked = 0
+
+    async def soon(peer: str, data: bytes) -> bytes:
+        nonlocal asked
+        asked += 1
+        raise Busy(0.0)
+
+    a.serve(LIVE_PROTOCOL, soon, max_request=1 << 16)
+    await join(a, b)
+    await asyncio.sleep(1.2)
+    assert 2 <= asked <= 3
