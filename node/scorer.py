@@ -291,8 +291,8 @@ class Scorer:
             self._busy = True
 
     async def _end_turn(self) -> None:
+        self._busy = False  # at once: who is cancelled while it waits for the lock must not keep the turn for ever
         async with self._turn:
-            self._busy = False
             self._turn.notify_all()
 
 
