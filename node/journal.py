@@ -25,6 +25,10 @@ class OtherFormat(Exception):
     """A journal of another version of Shoal: whole, and not to be repeated by this one."""
 
 
+class RecordTooLarge(Exception):
+    """A step's record is longer than a reader believes: it would take it, and all after it, for damage."""
+
+
 class JournalRecord(msgspec.Struct, frozen=True, array_like=True):
     """One update and where the node stands after it."""
 
@@ -42,11 +46,16 @@ _decoder = msgspec.msgpack.Decoder(tuple[Literal[2], JournalRecord])
 
 
 def append(path: Path, record: JournalRecord) -> int:
-    """Add a record and fsync; returns its size. Raises OSError.
+    """Add a record and fsync; returns its size. Raises OSError, and RecordTooLarge before anything is written.
 
     A failed write is taken back. Where that fails too, the caller must `cut` the file to its length of before.
     """
     content = msgspec.msgpack.encode((FORMAT, record))
+    if len(content) > MAX_RECORD_BYTES:
+        raise RecordTooLarge(
+            f"the record of step {record.step} has {len(content) >> 20} MB, at most {MAX_RECORD_BYTES >> 20} ; lower "
+            "swarm.own_groups or rollout.over_provision, or set train.routing_replay to off"
+        )
     framed = HEADER.pack(len(content), zlib.crc32(content)) + content
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     try:

@@ -10,7 +10,7 @@ import pytest
 from node import journal
 from node.checkpoint import CheckpointError, CheckpointStore
 from node.interfaces import Batch, TrainGroup, TrainSequence
-from node.journal import JournalRecord, OtherFormat
+from node.journal import JournalRecord, OtherFormat, RecordTooLarge
 
 
 def record(step: int) -> JournalRecord:
@@ -33,6 +33,17 @@ def test_records_are_framed_and_small(tmp_path: Path) -> None:
     size = journal.append(tmp_path / "journal-0.bin", record(1))
     assert (tmp_path / "journal-0.bin").stat().st_size == size < 200
     assert (tmp_path / "journal-0.bin").stat().st_mode & 0o777 == 0o600
+
+
+def test_a_record_that_no_reader_would_believe_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = CheckpointStore(tmp_path, keep=2)
+    store.append(record(1))
+    monkeypatch.setattr(journal, "MAX_RECORD_BYTES", 10)
+    with pytest.raises(RecordTooLarge, match=r"record of step 2 .* rollout\.over_provision"):
+        store.append(record(2))
+    monkeypatch.undo()
+    store.append(record(2))
+    assert [one.step for one in store.latest().records] == [1, 2]
 
 
 @pytest.mark.parametrize(
