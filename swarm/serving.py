@@ -36,6 +36,8 @@ ANSWER_BURST = 16 * ANSWER_RATE
 """Bytes at once after a silence: all that a node pulls to fill its pool, with long answers too."""
 REQUEST_COST = 256.0
 """What any request counts for besides its answer's bytes, so that empty answers are not free."""
+LIVE_COST = 32 * 1024.0
+"""What one for announcements counts for besides: to find those that a peer lacks takes milliseconds of the database."""
 
 Request = TypeVar("Request", GroupRequest, BatchRequest, LiveRequest)
 
@@ -90,7 +92,7 @@ class Serving:
             banned=self._accounts.reputation.is_banned,
         )
         answer = msgspec.msgpack.encode(LiveResponse(tuple(live)))
-        self._allowance.spend(peer, len(answer))
+        self._allowance.spend(peer, LIVE_COST + len(answer))
         return answer
 
     def _admitted(self, peer: str, data: bytes, kind: type[Request]) -> Request:

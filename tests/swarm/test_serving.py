@@ -16,6 +16,7 @@ from protocol.messages import (
     ManifestRequest,
 )
 from swarm.exchange import FetchFailed, fetch_manifest
+from swarm.serving import LIVE_COST
 from swarm.transport import Busy, RequestFailed, TransportError
 from tests.swarm.world import MANIFEST, World, join, make_group, until, who
 
@@ -127,3 +128,21 @@ async def test_a_peer_that_had_its_share_is_asked_to_wait_and_no_other_is(
     assert a.count("rejected") == {}, "what was not read is no offence"
     await asyncio.sleep(max(answer.seconds for answer in refused))
     assert await ask(greedy) == body
+
+
+async def test_small_questions_that_take_the_database_long_are_not_free(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("swarm.serving.ANSWER_BURST", 4 * LIVE_COST)
+    monkeypatch.setattr("swarm.serving.ANSWER_RATE", 1.0)
+    a, curious = await world.node("a"), await world.peer("curious")
+    await join(curious, a)
+    request = msgspec.msgpack.encode(LiveRequest(MANIFEST.digest, (), 10**9))
+
+    async def ask() -> bytes:
+        return await curious.request(a.identity.peer_id, LIVE_PROTOCOL, request, max_bytes=1000, timeout=5)
+
+    for _ in range(4):
+        await ask()
+    with pytest.raises(Busy):
+        await ask()
