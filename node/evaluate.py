@@ -1,4 +1,4 @@
-"""Held-out evaluation: a fixed set of tasks that no node can be assigned, sampled at temperature 1."""
+"""Held-out evaluation: a fixed set of tasks that no node can be assigned, sampled as rollouts are."""
 
 import asyncio
 import time

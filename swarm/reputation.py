@@ -116,7 +116,7 @@ class Reputation:
         self._records[record.peer] = record
 
     def _least_missed(self) -> str:
-        """Whom to forget, as `ExperienceStore.tidy` does: the oldest that neither earned anything nor is banned.
+        """Whom to forget, as `PeerRecords.tidy` does: the first met that neither earned anything nor is banned.
 
         Identities are free, so a flood of them must push out neither what others earned nor bans.
         """

@@ -13,7 +13,7 @@ HELP = {
     "shoal_groups_admitted_total": "Foreign groups that passed every rule",
     "shoal_groups_fetched_total": "Foreign groups pulled from peers",
     "shoal_groups_published_total": "Own groups announced to the swarm",
-    "shoal_groups_rejected_total": "Foreign groups refused, by reason",
+    "shoal_groups_rejected_total": "Announcements, groups and answers of peers refused, by reason",
     "shoal_held_out": "Mean held-out score of the last evaluation",
     "shoal_kl_behaviour": "KL from behaviour policy to policy in the last update",
     "shoal_kl_teacher": "Reverse KL from policy to teacher per token in the last update, where there is a teacher",
