@@ -54,7 +54,7 @@ async def test_metrics(anyone):
         assert answer.headers["Content-Type"] == "text/plain; version=0.0.4; charset=utf-8"
         text = await answer.text()
     assert text.splitlines()[:4] == [
-        "# HELP shoal_groups_rejected_total Foreign groups refused, by reason",
+        "# HELP shoal_groups_rejected_total Announcements, groups and answers of peers refused, by reason",
         "# TYPE shoal_groups_rejected_total counter",
         'shoal_groups_rejected_total{reason="stale"} 2',
         'shoal_groups_rejected_total{reason="reward_mismatch"} 3',
