@@ -24,7 +24,8 @@ class NodeView(Protocol):
         `stage_seconds`, `last_step_age` (seconds since the last step or, if that is later, the end of a pause; or
         None), `step_deadline` (seconds after which a missing step is a fault), `rss_mb`, `peak_rss_mb`, `memory`
         ({weights, gradients, optimizer} in bytes, as of the last update), `uptime`, `version`, `model`,
-        `engine` (which one samples, and why), `groups` ({published, fetched, admitted, rejected: {reason: n}, trained_foreign})."""
+        `engine` (which one samples, and why), `groups`
+        ({published, fetched, admitted, rejected: {reason: n}, trained_foreign})."""
 
     def steps(self, after: int, limit: int) -> Sequence[Mapping[str, Json]]:
         """Step records with step > `after`, oldest first."""
