@@ -211,7 +211,11 @@ class TeacherError(Exception):
 
 
 class StepSkipped(Exception):
-    """This step made no update; the message says why in words a person can read."""
+    """This step made no update; the message says why in words a person can read, `advice` what to do if it goes on."""
+
+    def __init__(self, why: str, advice: str = "see shoal logs") -> None:
+        super().__init__(why)
+        self.advice = advice
 
 
 class Interrupted(Exception):

@@ -18,6 +18,7 @@ from node.assign import DataPosition
 from node.checkpoint import CheckpointError, CheckpointStore
 from node.config import Config
 from node.device import Device
+from node.engines.requests import RequestTooLong
 from node.held_out import Evaluations
 from node.history import History
 from node.interfaces import (
@@ -56,7 +57,8 @@ log = logging.getLogger(__name__)
 
 JOURNAL_RETRY_SECONDS = 10.0
 SKIPS_BEFORE_ALARM = 5
-SKIP_ADVICE = "see shoal logs and shoal groups: are all rewards equal? choose easier environments"
+LONGEST_REST = 30.0
+"""Seconds between two of many steps that are skipped."""
 
 
 @dataclass(slots=True)
@@ -97,6 +99,8 @@ class Loop:
         self.saved: int | None = None
         """The step that the next start will reach; None until that is known."""
         self._checkpointed_at = parts.clock()
+        self._skips = 0
+        """Steps skipped since the last one that was not."""
         self.stop = threading.Event()
         self.unpaused = asyncio.Event()
         self.unpaused.set()
@@ -135,7 +139,6 @@ class Loop:
             await self.evaluations.take()
         if steps and p.trainer.step >= steps:
             p.history.event("warning", "steps", f"{p.trainer.step} steps are done already: --steps {steps} trains none")
-        skips = 0
         while steps is None or p.trainer.step < steps:
             while not self.unpaused.is_set():
                 p.progress.enter("paused")
@@ -146,12 +149,14 @@ class Loop:
             p.progress.enter("step")
             try:
                 await self.step()
-                skips = 0
+                self._skips = 0
             except StepSkipped as skipped:
-                skips += 1
+                self._skips += 1
                 p.history.event("warning", "step", f"step {p.trainer.step + 1} skipped: {skipped}")
-                if skips >= SKIPS_BEFORE_ALARM:
-                    p.progress.say("WAITING", f"{skips} steps in a row skipped: {skipped}", SKIP_ADVICE)
+                if self._skips >= SKIPS_BEFORE_ALARM:
+                    p.progress.say("WAITING", f"{self._skips} steps in a row skipped: {skipped}", skipped.advice)
+                    p.progress.enter("rest")  # what fails at once must not fail all the time
+                    await asyncio.sleep(min(LONGEST_REST, 2.0 ** min(self._skips - SKIPS_BEFORE_ALARM, 8)))
 
     # -- one step --------------------------------------------------------------------------------------------
 
@@ -159,7 +164,7 @@ class Loop:
         p = self.parts
         p.progress.stages.clear()
         started, step = p.clock(), p.trainer.step + 1
-        self._say_training()
+        self._say_state()
 
         available = self._pool_size()
         count = self._own_count(available)
@@ -214,8 +219,13 @@ class Loop:
             # to a teacher there is something to learn from uniform groups too
             for _ in range(1 + (p.config.train.dynamic_rounds if p.teacher is None else 0)):
                 missing = count - sum(rollout.informative for rollout in rollouts)
-                if missing:
-                    rollouts += await self._sample(missing, tasks)
+                try:
+                    rollouts += await self._sample(missing, tasks) if missing else []
+                except StepSkipped as failed:
+                    if not rollouts:
+                        raise
+                    p.history.event("warning", "rollout", f"{failed}; going on with {len(rollouts)} groups")
+                    break
         if said := self._same_rewards.see([reward for rollout in rollouts for reward in rollout.rewards]):
             p.history.event("warning", "rewards", said)
         return rollouts
@@ -238,6 +248,10 @@ class Loop:
             rollouts = await self.own.take(count, tasks)
         except ScorerError as error:  # a machine out of breath, or of processes: the next step may go well
             raise StepSkipped(f"the scorer failed: {error}") from error
+        except RequestTooLong as error:
+            raise StepSkipped(
+                str(error), "lower rollout.max_new_tokens, or take a model of a longer context"
+            ) from error
         for rollout in rollouts:
             self.curriculum.observe(rollout.ref.environment, rollout.rewards)
         return rollouts
@@ -360,8 +374,11 @@ class Loop:
                 p.history.event("error", "checkpoint", str(error))
         self._checkpointed_at = p.clock()
 
-    def _say_training(self) -> None:
+    def _say_state(self) -> None:
+        """What a new step is about; the alarm of skipped ones stands until one is not skipped."""
         p = self.parts
+        if self._skips >= SKIPS_BEFORE_ALARM:
+            return
         peers = len(p.exchange.transport.peers())
         if peers:
             p.progress.say("TRAINING", f"with {peers} peer{'s' if peers > 1 else ''}")

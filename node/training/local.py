@@ -154,7 +154,10 @@ class LocalTrainer:
             counts.add(self._within_memory(batch.step, counts, look))
         members = objective.judge()
         if not members:
-            raise StepSkipped("all groups are uniform: every answer to a task got the same reward")
+            raise StepSkipped(
+                "all groups are uniform: every answer to a task got the same reward",
+                "see shoal groups, and choose easier or harder environments",
+            )
         norms, problems = list[float](), list[Exception]()
         for part in self._parts(batch.step, members):
             job = functools.partial(self.accumulate, objective, part, _never if norms else should_stop)

@@ -109,6 +109,36 @@ async def test_a_step_that_can_no_longer_be_repeated_is_not_passed_over(make_loo
     assert loop.saved == 3  # it is all on disk still
 
 
+async def test_many_skipped_steps_are_told_with_what_to_do_until_one_is_not(
+    make_loop: Callable[..., Loop], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop = make_loop(FakeTrainer())
+    rests: list[float] = []
+    told: list[tuple[str, str, str]] = []
+
+    async def rest(seconds: float) -> None:
+        rests.append(seconds)
+
+    async def step() -> None:
+        loop._say_state()
+        told.append(loop.parts.progress.told())
+        if len(told) <= 7:
+            raise StepSkipped("nothing to be had", "look elsewhere")
+        loop.parts.trainer.step += 1
+
+    monkeypatch.setattr("node.loop.asyncio", SimpleNamespace(sleep=rest))
+    monkeypatch.setattr(loop, "step", step)
+    loop.parts.exchange = SimpleNamespace(transport=SimpleNamespace(peers=list))
+    loop.parts.history.record_evaluation(0, {"x": 0.0})
+    await loop.run(2)
+    assert rests == [1.0, 2.0, 4.0]
+    alone = "TRAINING", "alone: no peer connected", "invite somebody: shoal swarm invite"
+    assert told[:5] == [alone] * 5
+    assert [one[0] for one in told[5:8]] == ["WAITING"] * 3
+    assert told[7][1:] == ("7 steps in a row skipped: nothing to be had", "look elsewhere")
+    assert told[8] == alone
+
+
 async def test_a_stop_amid_replay_knows_what_is_saved(make_loop: Callable[..., Loop]) -> None:
     class Slow(FakeTrainer):
         def update(self, batch: Batch, should_stop: Callable[[], bool]) -> UpdateStats:

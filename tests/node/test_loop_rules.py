@@ -8,11 +8,13 @@ from typing import Any
 import pytest
 
 from node.config import Config
-from node.interfaces import Sample, Score
+from node.engines.requests import RequestTooLong
+from node.interfaces import Sample, Score, StepSkipped
 from node.loop import Loop
 from node.progress import Progress
 from node.rollouts import Rollout
 from node.scheduling.rounds import Begun
+from node.scorer import ScorerError
 from node.selection import SAME_REWARDS_ALARM
 from protocol.manifest import embedded_manifest
 from protocol.rollout import TaskRef
@@ -72,6 +74,40 @@ async def test_without_dynamic_sampling_a_step_has_the_groups_that_come(make_loo
     loop = make_loop(lambda i: False, dynamic_rounds=0)
     assert len(await loop._roll_out(1, 4)) == 4
     assert loop.position.taken == 4
+
+
+async def test_a_round_that_fails_costs_none_of_the_groups_before_it(
+    make_loop: Callable[..., Loop], monkeypatch: Any
+) -> None:
+    loop = make_loop(lambda i: False, dynamic_rounds=2)
+    take, calls = loop.own.take, 0
+
+    async def failing(count: int, tasks: Any) -> list[Rollout]:
+        nonlocal calls
+        calls += 1
+        if calls == 2:
+            raise ScorerError("out of breath")
+        return await take(count, tasks)
+
+    monkeypatch.setattr(loop.own, "take", failing)
+    assert len(await loop._roll_out(1, 4)) == 4
+    calls = 1
+    with pytest.raises(StepSkipped, match="out of breath"):
+        await loop._roll_out(2, 4)
+
+
+async def test_a_task_too_long_for_the_model_is_told_and_costs_a_step(
+    make_loop: Callable[..., Loop], monkeypatch: Any
+) -> None:
+    loop = make_loop(lambda i: False)
+
+    async def too_long(count: int, tasks: Any) -> list[Rollout]:
+        raise RequestTooLong("9000 prompt tokens")
+
+    monkeypatch.setattr(loop.own, "take", too_long)
+    with pytest.raises(StepSkipped, match="9000 prompt tokens") as skipped:
+        await loop._roll_out(1, 4)
+    assert "rollout.max_new_tokens" in skipped.value.advice
 
 
 async def test_a_teacher_sees_uniform_groups_too(make_loop: Callable[..., Loop], monkeypatch: Any) -> None:
