@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from node.config import Config, RolloutConfig
+from node.engines.requests import RequestTooLong
 from node.interfaces import Engine, PromptRequest
 from node.models import ModelBundle
 from node.rollouts import Rollout, request_key, requests_of, scored
@@ -48,8 +49,9 @@ class OwnRollouts:
     async def take(self, count: int, tasks: Callable[[int], Sequence[Begun]]) -> list[Rollout]:
         """`count` scored groups, in the order they were begun; `tasks` are the next ones to begin.
 
-        Raises ScorerError, and what the engine raises. What was begun then stays for the next call, but a task that
-        cannot be regenerated would fail every call to come: those that were not sent to an engine are passed over.
+        Raises ScorerError, RequestTooLong, and what else the engine raises. What was begun then stays for the next
+        call, but a task that cannot be regenerated, or is too long for the model, would fail every call to come: those
+        that were not sent to an engine are passed over.
         """
         rounds = self.rounds
         taken: list[Begun] = []
@@ -68,7 +70,7 @@ class OwnRollouts:
                 [one.budget for one in taken],
                 [one.epoch for one in taken],
             )
-        except ScorerError:
+        except (ScorerError, RequestTooLong):
             rounds.put_back(taken)
             rounds.forget_unsent()
             raise

@@ -155,8 +155,8 @@ class Rounds:
         self.begun = [*taken, *self.begun]
 
     def forget_unsent(self) -> None:
-        """Leave the tasks that no engine has begun yet."""
-        self.begun = [one for one in self.begun if one.prompt_ids or one.since is not None]
+        """Leave the tasks that no engine works on or has sampled for."""
+        self.begun = [one for one in self.begun if one.samples or one.since is not None]
 
     async def ahead(self) -> None:
         """Send off what is begun, so that it is sampled while the trainer works (`asynchronous`, else nothing)."""

@@ -11,6 +11,7 @@ import torch
 from node.config import Config
 from node.device import Device
 from node.engines.choose import make_engines
+from node.engines.requests import RequestTooLong
 from node.engines.transformers import TransformersEngine
 from node.hardware import EngineChoice
 from node.interfaces import Message, Score, Task
@@ -28,6 +29,7 @@ class FakeScorer:
     def __init__(self) -> None:
         self.breathless = False
         self.lost: set[int] = set()
+        self.long: set[int] = set()
 
     def knows(self, ref: TaskRef) -> bool:
         return ref.environment == "e"
@@ -35,7 +37,10 @@ class FakeScorer:
     async def tasks(self, refs: Sequence[TaskRef]) -> list[Task]:
         if lost := self.lost.intersection(ref.index for ref in refs):
             raise ScorerError(f"task {lost} cannot be regenerated")
-        return [Task((Message("user", str(ref.index)),), 3 + 9 * (ref.index % 2)) for ref in refs]
+        return [Task((Message("user", self.text(ref.index)),), 3 + 9 * (ref.index % 2)) for ref in refs]
+
+    def text(self, index: int) -> str:
+        return str(index) * (600 if index in self.long else 1)
 
     async def score(self, answers: Sequence[tuple[TaskRef, str]]) -> list[Score]:
         if self.breathless:
@@ -112,6 +117,16 @@ async def test_a_task_that_cannot_be_regenerated_fails_one_step_and_not_all_to_c
     assert [one.ref.index for one in own.rounds.begun] == kept
     rollouts = await own.take(2, tasks)
     assert not {4, 5} & {rollout.ref.index for rollout in rollouts}
+
+
+async def test_a_task_too_long_for_the_model_fails_one_step_and_not_all_to_come(own: OwnRollouts) -> None:
+    tasks = Tasks()
+    scorer: Any = own.scorer
+    scorer.long = {1}
+    with pytest.raises(RequestTooLong, match="exceed the context of 512"):
+        await own.take(2, tasks)
+    assert own.rounds.begun == []
+    assert len(await own.take(2, tasks)) == 2
 
 
 async def test_an_answer_goes_on_with_its_budget_after_a_smaller_one_was_set(own: OwnRollouts) -> None:
