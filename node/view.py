@@ -24,6 +24,8 @@ log = logging.getLogger(__name__)
 
 Json = Any
 VERSION = version("shoal")
+LONG_STAGES = 3
+"""Of a step: sampling, updating and scoring may each take as long as one stage may."""
 MAX_PEERS_SHOWN = 500
 """Known peers listed besides those connected: the ones seen last."""
 
@@ -64,7 +66,7 @@ class DaemonView:
             "stage_seconds": now - progress.since,
             "stages": dict(progress.stages),
             "last_step_age": progress.step_age(now),
-            "step_deadline": node.config.limits.stage_seconds,
+            "step_deadline": LONG_STAGES * node.config.limits.stage_seconds,
             "rss_mb": self._process.memory_info().rss / 2**20,
             "peak_rss_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10,
             "memory": dict(progress.memory),
