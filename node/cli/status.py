@@ -24,11 +24,13 @@ def status(session: Session, watch: bool) -> None:
     from node.cli.output import emit, facts, status_line
     from node.client import DaemonUnreachable
 
-    try:
-        client = session.client()
-        now = client.get("status")
-    except DaemonUnreachable as unreachable:
-        raise DaemonUnreachable(with_last_words(session.node(), str(unreachable))) from unreachable
+    def ask() -> Any:
+        try:
+            return session.client().get("status")
+        except DaemonUnreachable as unreachable:
+            raise DaemonUnreachable(with_last_words(session.node(), str(unreachable))) from unreachable
+
+    now = ask()
     if not watch:
         if session.as_json:
             emit(now)
@@ -48,7 +50,7 @@ def status(session: Session, watch: bool) -> None:
             reward = "-" if now["reward"] is None else f"{now['reward']:.3f}"
             click.echo(f"{status_line(now)}  step {now['step']}  reward {reward}  peers {now['peers']}")
         time.sleep(WATCH_SECONDS)
-        now = client.get("status")
+        now = ask()
 
 
 def with_last_words(home: "Home", what: str) -> str:

@@ -1,5 +1,6 @@
 import http.client
 import json
+import time
 import webbrowser
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -55,6 +56,21 @@ def test_status_is_watched_until_ctrl_c(run: Run, home: Home, daemon: Any, monke
     assert watched.exit_code == 130
     lines = [json.loads(line) for line in watched.stdout.splitlines()]
     assert [(line["step"], line["reward"]) for line in lines] == [(22, None), (23, None)]
+
+
+def test_the_watch_of_a_node_that_fails_ends_with_the_reason(
+    run: Run, home: Home, daemon: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(seconds: float) -> None:
+        history = History(home.database, lambda: 86_400.0)
+        history.event("error", "failed", "StageTimeout: stage 'update' took too long")
+        history.close()
+        home.remove_daemon()
+
+    monkeypatch.setattr("node.cli.status.time", SimpleNamespace(sleep=fail, time=time.time))
+    result = run("--home", home.path, "status", "--watch")
+    assert result.exit_code == 3, result.stderr
+    assert "StageTimeout: stage 'update' took too long" in result.stderr
 
 
 def test_status_of_a_node_that_is_down_says_how_it_ended(run: Run, home: Home) -> None:
