@@ -11,7 +11,7 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 
 import trio
-from libp2p.abc import INetStream
+from libp2p.abc import INetConn, INetStream
 from libp2p.exceptions import BaseLibp2pError
 from libp2p.peer.id import ID
 from libp2p.peer.peerinfo import PeerInfo
@@ -43,6 +43,7 @@ PING_INTERVAL = 15.0
 DHT_REFRESH_SECONDS, DHT_LOOKUP_SECONDS = 60.0, 20.0
 ADDRESS_SECONDS = 24 * 3600
 CLOSE_SECONDS = 1.0
+"""For a stream or a connection to be closed in good order."""
 
 STREAM_ERRORS = (
     BaseLibp2pError,
@@ -210,7 +211,24 @@ class Libp2pHost:
         raise PeerUnreachable(f"cannot reach {multiaddr}: {reason}") from failure
 
     async def disconnect(self, peer: str) -> None:
-        await self._network.close_peer(ID.from_base58(peer))
+        """Close all connections to a peer: in good order, or after CLOSE_SECONDS without a word."""
+        peer_id = ID.from_base58(peer)
+
+        async def hang_up(connections: list[INetConn]) -> None:
+            # Yamux says goodbye first, and to a peer that vanished that can wait until TCP gives up, in a quarter of
+            # an hour. Without its socket the close goes on; cancelled, it would leave the socket, and never be done.
+            await trio.sleep(CLOSE_SECONDS)
+            for connection in connections:
+                try:
+                    await connection.muxed_conn.secured_conn.close()
+                except STREAM_ERRORS as error:
+                    log.debug("hanging up on %s: %r", peer, error)
+
+        with trio.move_on_after(3 * CLOSE_SECONDS):
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(hang_up, self._network.get_connections(peer_id))
+                await self._network.close_peer(peer_id)
+                nursery.cancel_scope.cancel()
         self._left(peer)
 
     async def close_connections(self) -> None:

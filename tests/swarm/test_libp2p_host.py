@@ -201,6 +201,35 @@ async def test_a_vanished_peer_is_given_up(libp2p, monkeypatch, wait_until):
     await wait_until(lambda: a.peers() == (), timeout=5)
 
 
+async def test_a_vanished_peer_that_can_be_told_nothing_more_is_given_up(libp2p, monkeypatch):
+    """Its receive buffer and our send buffer are full, so that not even a goodbye can be written."""
+    monkeypatch.setattr(libp2p_host, "CLOSE_SECONDS", 0.2)
+    a, b = await libp2p.line(2)
+    host = a._host
+    (connection,) = host._network.get_connections(ID.from_base58(b.peer_id))
+    muxed, written = connection.muxed_conn, 0
+
+    async def fill() -> None:
+        nonlocal written
+        for written in range(1000):  # noqa: B007 - told to `stuck`
+            await muxed._write_frame(bytes(60_000))
+
+    async def stuck() -> None:
+        host._spawn(fill)
+        before = -1
+        while written != before:
+            before = written
+            await trio.sleep(0.5)
+
+    b._thread.post(lambda: time.sleep(4))
+    await a._thread.call(stuck)
+    begin = time.monotonic()
+    await a.disconnect(b.peer_id)
+    assert time.monotonic() - begin < 1.5
+    assert a.peers() == ()
+    assert muxed.is_closed, "and its socket is free"
+
+
 def test_an_unspecified_listen_address_is_advertised_as_real_ones():
     fixed = Multiaddr("/ip4/127.0.0.1/tcp/4001")
     advertised = expand_unspecified([Multiaddr("/ip4/0.0.0.0/tcp/4001"), fixed])
