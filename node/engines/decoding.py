@@ -27,7 +27,7 @@ from node.models import ModelBundle
 from node.routing import fits, noted
 
 PREFILL_TOKENS = 2048
-"""Prompt tokens, and those of starts, computed in one forward pass."""
+"""Tokens of prompts and starts, merged where they begin alike, that one forward pass computes."""
 PROMPT_SAID = 1024
 """Last prompt tokens that guesses are made from."""
 
@@ -128,14 +128,17 @@ def _admissible(
 ) -> list[PromptRequest]:
     rows = sum(group.open for group in groups)
     held = sum(_cache_bytes(bundle, group.request) for group in groups)
-    prompt_tokens = 0
+    trie = TokenTrie()
     admitted: list[PromptRequest] = []
     while waiting:
         request = waiting[0]
         rows += request.n
         held += _cache_bytes(bundle, request)
-        prompt_tokens += len(request.prompt_ids) + sum(len(start.token_ids) for start in request.starts)
-        over = rows > limits.rows or held > limits.cache_bytes or prompt_tokens > PREFILL_TOKENS
+        over = rows > limits.rows or held > limits.cache_bytes
+        if not over:
+            for begun in _beginnings(request):
+                trie.insert(request.prompt_ids + begun)
+            over = len(trie) > PREFILL_TOKENS
         if over and (groups or admitted):
             break
         admitted.append(waiting.popleft())

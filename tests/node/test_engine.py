@@ -131,6 +131,24 @@ async def test_equal_beginnings_are_computed_once(bundle: ModelBundle, monkeypat
     assert rows == [3, *[1] * (len(groups["x"].samples[0].token_ids) - 1)]
 
 
+async def test_prompts_that_begin_alike_are_computed_together(
+    bundle: ModelBundle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows: list[int] = []
+    forward = decoding._forward
+
+    def counted(bundle: ModelBundle, token_ids: torch.Tensor, *others: object) -> torch.Tensor:
+        rows.append(len(token_ids))
+        return forward(bundle, token_ids, *others)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(decoding, "_forward", counted)
+    begun = tuple(range(3, 203)) + tuple(range(3, 103))
+    requests = [ask(str(i), (*begun, 200 + i, 7), n=1, new=1) for i in range(12)]
+    assert sum(len(request.prompt_ids) for request in requests) > decoding.PREFILL_TOKENS
+    await collect(TransformersEngine(bundle, Device()), requests)
+    assert rows == [len(begun) + 12 * 2]
+
+
 async def test_closing_the_iterator_stops_the_model(bundle: ModelBundle, monkeypatch: pytest.MonkeyPatch) -> None:
     device = Device()
     steps = 0
