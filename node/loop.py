@@ -42,7 +42,7 @@ from node.routing import bounded
 from node.scheduling.own import OwnRollouts
 from node.scheduling.rounds import Begun
 from node.scorer import Scorer, ScorerError
-from node.selection import Curriculum, ForeignShare, SameRewards
+from node.selection import Curriculum, ForeignShare, InformativeShare, SameRewards
 from node.summary import summarise
 from node.training import lora
 from node.training.distill import taught
@@ -90,6 +90,7 @@ class Loop:
         self.parts = parts
         self.position = DataPosition()
         self.curriculum = Curriculum(parts.config.train.curriculum_low, parts.config.train.curriculum_high)
+        self.informative = InformativeShare()
         self.foreign_share = ForeignShare(parts.config.swarm.foreign_groups)
         self._same_rewards = SameRewards()
         self.evaluations = Evaluations(parts, self.foreign_share.judge)
@@ -215,17 +216,22 @@ class Loop:
             begun += missing
             return [Begun(ref, self.position.epoch, seed) for ref, seed in zip(refs, seeds, strict=True)]
 
+        # to a teacher there is something to learn from uniform groups too
+        rounds = p.config.train.dynamic_rounds if p.teacher is None else 0
         async with p.progress.during("rollout"):
-            # to a teacher there is something to learn from uniform groups too
-            for _ in range(1 + (p.config.train.dynamic_rounds if p.teacher is None else 0)):
-                missing = count - sum(rollout.informative for rollout in rollouts)
+            for _ in range(1 + rounds):
+                missing, most = count - sum(rollout.informative for rollout in rollouts), count * (1 + rounds)
+                if missing <= 0 or len(rollouts) >= most:
+                    break
+                wanted = self.informative.groups_for(missing, most - len(rollouts)) if rounds else missing
                 try:
-                    rollouts += await self._sample(missing, tasks) if missing else []
+                    rollouts += await self._sample(wanted, tasks)
                 except StepSkipped as failed:
                     if not rollouts:
                         raise
                     p.history.event("warning", "rollout", f"{failed}; going on with {len(rollouts)} groups")
                     break
+        self.informative.see(sum(rollout.informative for rollout in rollouts), len(rollouts))
         if said := self._same_rewards.see([reward for rollout in rollouts for reward in rollout.rewards]):
             p.history.event("warning", "rewards", said)
         return rollouts
@@ -401,6 +407,7 @@ class Loop:
             "taken": self.position.taken,
             "sampler": self.parts.sampler.state(),
             "pass_rates": self.curriculum.state(),
+            "informative": self.informative.now,
             "foreign_share": self.foreign_share.state(),
             "begun": self.own.rounds.state(),
         }
@@ -408,7 +415,9 @@ class Loop:
     def _restore(self, state: Mapping[str, Any]) -> None:
         self.position = DataPosition(state["epoch"], state["taken"])
         self.parts.sampler.restore(state["sampler"])
-        self.curriculum.restore(state.get("pass_rates", {}))  # a checkpoint of Shoal 0.1 may have neither
+        # a checkpoint of Shoal 0.1 may lack these
+        self.curriculum.restore(state.get("pass_rates", {}))
+        self.informative.now = state.get("informative", 1.0)
         if "foreign_share" in state:
             self.foreign_share.restore(state["foreign_share"])
         self._begun_before = state

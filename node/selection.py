@@ -3,11 +3,14 @@
 Own tasks stay those that (manifest, epoch, peer) assign: a rule may pass a task over, never pick another.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 PASS_RATE_MOVES = 0.2
 """How far the running pass rate of an environment goes towards that of its next group."""
+INFORMATIVE_MOVES = 0.2
+"""How far the running share of informative groups goes towards that of a step."""
 REVISIT_EVERY = 8
 """One task in so many is taken whatever its environment's pass rate, or a rate that has left the window stays there."""
 SCORE_FALLS = 0.02
@@ -51,6 +54,22 @@ class Curriculum:
 
     def restore(self, state: Mapping[str, float]) -> None:
         self.rates = dict(state)
+
+
+class InformativeShare:
+    """How many of the own groups teach something, lately: for a round of dynamic sampling that mostly finds enough."""
+
+    def __init__(self) -> None:
+        self.now = 1.0
+
+    def see(self, informative: int, sampled: int) -> None:
+        """A step sampled so many groups, so many of which have different rewards."""
+        if sampled:
+            self.now += INFORMATIVE_MOVES * (informative / sampled - self.now)
+
+    def groups_for(self, missing: int, most: int) -> int:
+        """How many groups to sample for `missing` informative ones; at most `most`."""
+        return min(most, math.ceil(missing / max(self.now, missing / most)))
 
 
 class ForeignShare:

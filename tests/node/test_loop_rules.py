@@ -131,6 +131,29 @@ async def test_dynamic_sampling_goes_on_with_the_next_tasks_in_place_of_uniform_
     assert loop._own(rollouts, 4) == [rollout for rollout in rollouts if rollout.informative]
 
 
+async def test_a_first_round_is_as_large_as_lately_was_needed(make_loop: Callable[..., Loop], monkeypatch: Any) -> None:
+    monkeypatch.setattr("node.loop.model_mark", lambda bundle: "mark")
+    loop = make_loop(lambda i: i % 2 == 0, dynamic_rounds=2)
+    for step in range(1, 30):
+        await loop._roll_out(step, 4)
+    assert loop.informative.now == pytest.approx(0.5, abs=0.1)
+    asked = loop.parts.asked  # type: ignore[attr-defined]
+    assert [len(refs) for refs, _ in asked[:2]] == [4, 2]
+    assert {len(refs) for refs, _ in asked[-3:]} <= {8, 9}
+    again = make_loop(lambda i: i % 2 == 0, dynamic_rounds=2)
+    again._restore(loop._state())
+    assert again.informative.now == loop.informative.now
+
+
+async def test_no_round_is_larger_than_all_rounds_together(make_loop: Callable[..., Loop]) -> None:
+    loop = make_loop(lambda i: False, dynamic_rounds=2)
+    for step in range(1, 20):
+        assert len(await loop._roll_out(step, 4)) == 12
+    loop = make_loop(lambda i: True, dynamic_rounds=2)
+    loop.informative.now = 0.01
+    assert len(await loop._roll_out(1, 4)) == 12
+
+
 async def test_dynamic_sampling_keeps_what_there_is_when_its_rounds_are_over(make_loop: Callable[..., Loop]) -> None:
     loop = make_loop(lambda i: i == 5, dynamic_rounds=2)
     rollouts = await loop._roll_out(1, 4)
