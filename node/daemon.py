@@ -171,7 +171,7 @@ class Daemon:
         finally:
             await web.stop()
             if self.loop is not None:
-                await self.loop.own.rounds.close()
+                await self.loop.own.rollouts.rounds.close()
                 await self.loop.parts.engine.close()
             if self.scorer is not None:
                 await self.scorer.close()

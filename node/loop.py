@@ -14,11 +14,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from node.assign import DataPosition
 from node.checkpoint import CheckpointError, CheckpointStore
 from node.config import Config
 from node.device import Device
-from node.engines.requests import RequestTooLong
+from node.foreign_groups import ForeignGroups
 from node.held_out import Evaluations
 from node.history import History
 from node.interfaces import (
@@ -35,22 +34,19 @@ from node.interfaces import (
 from node.journal import JournalRecord
 from node.memory import give_back
 from node.models import ModelBundle
+from node.own_groups import OwnGroups, chosen
 from node.progress import Progress
 from node.replay import replay
-from node.rollouts import Rollout, from_group, sampling_seed, to_group, train_group
+from node.rollouts import Rollout, to_group, train_group
 from node.routing import bounded
-from node.scheduling.own import OwnRollouts
-from node.scheduling.rounds import Begun
-from node.scorer import Scorer, ScorerError
-from node.selection import Curriculum, ForeignShare, InformativeShare, SameRewards
+from node.scorer import Scorer
 from node.summary import summarise
 from node.training import lora
 from node.training.distill import taught
 from protocol.manifest import Manifest
-from protocol.rollout import TaskRef
 from protocol.rules import Rejected
 from swarm.exchange import Exchange
-from swarm.experience import ExperienceStore, StoreError, UnknownGroup
+from swarm.experience import ExperienceStore, StoreError
 from swarm.sampler import Sampler
 
 log = logging.getLogger(__name__)
@@ -88,15 +84,8 @@ class Loop:
 
     def __init__(self, parts: Parts) -> None:
         self.parts = parts
-        self.position = DataPosition()
-        self.curriculum = Curriculum(parts.config.train.curriculum_low, parts.config.train.curriculum_high)
-        self.informative = InformativeShare()
-        self.foreign_share = ForeignShare(parts.config.swarm.foreign_groups)
-        self._same_rewards = SameRewards()
-        self.evaluations = Evaluations(parts, self.foreign_share.judge)
-        self.own = OwnRollouts(parts.engine, parts.bundle, parts.scorer, parts.config)
-        self._begun_before: Mapping[str, Any] = {}
-        """The saved state that a start goes on from."""
+        self.own, self.foreign = OwnGroups(parts), ForeignGroups(parts)
+        self.evaluations = Evaluations(parts, self.foreign.share.judge)
         self.saved: int | None = None
         """The step that the next start will reach; None until that is known."""
         self._checkpointed_at = parts.clock()
@@ -127,7 +116,7 @@ class Loop:
         await replay(p, records, apply=self._apply, restore=self._restore)
         self.saved = p.trainer.step
         await p.engine.update_weights(p.trainer.step)
-        kept = self.own.restore(self._begun_before)
+        kept = self.own.go_on()
         if recovery.directory is not None or records:
             said = f"continues after step {p.trainer.step}"
             p.history.event("info", "resume", f"{said}, {kept}" if kept else said)
@@ -167,12 +156,12 @@ class Loop:
         started, step = p.clock(), p.trainer.step + 1
         self._say_state()
 
-        available = self._pool_size()
-        count = self._own_count(available)
-        sampled = await self._roll_out(step, count)
+        # one more own group for each foreign one there is none of
+        count = p.config.swarm.own_groups + self.foreign.missing()
+        sampled = await self.own.roll_out(step, count)
         self._share(sampled)
-        own = self._own(sampled, count)
-        foreign = await self._choose_foreign()
+        own = chosen(sampled, count)
+        foreign = await self.foreign.choose()
         groups = [train_group(r, p.config.train, p.bundle.routing) for r in own + foreign]
         batch = Batch(step, await self._taught(bounded(groups)))
         summary = summarise(
@@ -192,76 +181,6 @@ class Loop:
         if self._checkpoint_is_due():
             await self.checkpoint()
 
-    def _own_count(self, available: int) -> int:
-        """I own groups, and one more for each foreign group there is none of."""
-        swarm = self.parts.config.swarm
-        return swarm.own_groups + max(0, swarm.foreign_groups - min(available, self._foreign_count()))
-
-    def _foreign_count(self) -> int:
-        """J as it is now."""
-        swarm = self.parts.config.swarm
-        return self.foreign_share.now if swarm.foreign_adaptive else swarm.foreign_groups
-
-    async def _roll_out(self, step: int, count: int) -> list[Rollout]:
-        """`count` own groups; with dynamic sampling, other tasks' besides while some of them are uniform."""
-        p = self.parts
-        rollouts: list[Rollout] = []
-        begun = 0
-        now = p.clock()  # one for all rounds: groups begun in one step are of one epoch
-
-        def tasks(missing: int) -> list[Begun]:
-            nonlocal begun
-            refs = self._next_tasks(missing, now)
-            seeds = [sampling_seed(p.config.node.seed, step, begun + i) for i in range(missing)]
-            begun += missing
-            return [Begun(ref, self.position.epoch, seed) for ref, seed in zip(refs, seeds, strict=True)]
-
-        # to a teacher there is something to learn from uniform groups too
-        rounds = p.config.train.dynamic_rounds if p.teacher is None else 0
-        async with p.progress.during("rollout"):
-            for _ in range(1 + rounds):
-                missing, most = count - sum(rollout.informative for rollout in rollouts), count * (1 + rounds)
-                if missing <= 0 or len(rollouts) >= most:
-                    break
-                wanted = self.informative.groups_for(missing, most - len(rollouts)) if rounds else missing
-                try:
-                    rollouts += await self._sample(wanted, tasks)
-                except StepSkipped as failed:
-                    if not rollouts:
-                        raise
-                    p.history.event("warning", "rollout", f"{failed}; going on with {len(rollouts)} groups")
-                    break
-        self.informative.see(sum(rollout.informative for rollout in rollouts), len(rollouts))
-        if said := self._same_rewards.see([reward for rollout in rollouts for reward in rollout.rewards]):
-            p.history.event("warning", "rewards", said)
-        return rollouts
-
-    def _own(self, sampled: list[Rollout], count: int) -> list[Rollout]:
-        """What the update is made of. Uniform groups fill up what dynamic sampling did not find (DAPO, 2503.14476)."""
-        if len(sampled) <= count:
-            return sampled
-        return sorted(sampled, key=lambda rollout: not rollout.informative)[:count]
-
-    def _next_tasks(self, count: int, now: float) -> tuple[TaskRef, ...]:
-        """The next tasks that the curriculum lets through."""
-        p = self.parts
-        passed_over = self.curriculum.outside([spec.name for spec in p.manifest.environments])
-        return self.position.take(p.manifest, p.peer_id, count, now, passed_over)
-
-    async def _sample(self, count: int, tasks: Callable[[int], Sequence[Begun]]) -> list[Rollout]:
-        """`count` own groups, of tasks begun before and of `tasks`."""
-        try:
-            rollouts = await self.own.take(count, tasks)
-        except ScorerError as error:  # a machine out of breath, or of processes: the next step may go well
-            raise StepSkipped(f"the scorer failed: {error}") from error
-        except RequestTooLong as error:
-            raise StepSkipped(
-                str(error), "lower rollout.max_new_tokens, or take a model of a longer context"
-            ) from error
-        for rollout in rollouts:
-            self.curriculum.observe(rollout.ref.environment, rollout.rewards)
-        return rollouts
-
     def _share(self, own: Sequence[Rollout]) -> None:
         """Hand own groups to the exchange, which never waits for the network."""
         p = self.parts
@@ -271,49 +190,6 @@ class Loop:
                 p.exchange.publish(group)
             except (Rejected, StoreError) as refused:
                 p.history.event("warning", "share", f"own group not shared: {refused}")
-
-    def _pool_size(self) -> int:
-        p = self.parts
-        swarm = p.config.swarm
-        return p.sampler.available(
-            p.store.pool(p.clock()),
-            self._foreign_count(),
-            max_uses=swarm.max_group_uses,
-            max_producer_share=self._producer_share(),
-        )
-
-    def _producer_share(self) -> float:
-        """Admission rule 12: the manifest's cap holds on every node; a node may set less, not more."""
-        p = self.parts
-        return min(p.config.swarm.max_producer_share, p.manifest.caps.max_producer_share)
-
-    async def _choose_foreign(self) -> list[Rollout]:
-        """J groups drawn from the admitted, informative ones (SAPO), re-encoded for this model."""
-        p = self.parts
-        swarm = p.config.swarm
-        async with p.progress.during("mix"):
-            chosen = p.sampler.choose(
-                p.store.pool(p.clock()),
-                self._foreign_count(),
-                max_uses=swarm.max_group_uses,
-                max_producer_share=self._producer_share(),
-                weight=p.exchange.weight,
-            )
-            rollouts = []
-            for entry in chosen:
-                use_behaviour = swarm.foreign_ratio == "behaviour"
-                try:
-                    group = p.store.group_body(entry.digest)
-                    rollout = await from_group(group, entry.rewards, p.bundle, p.scorer, use_behaviour=use_behaviour)
-                except (UnknownGroup, ScorerError) as problem:  # evicted since it was chosen, or no task to be had
-                    p.history.event("warning", "mix", f"foreign group left out: {problem}")
-                else:
-                    rollouts.append(rollout)
-            try:
-                p.store.mark_used([entry.digest for entry in chosen])
-            except StoreError as error:  # a full disk: the sampler counts the uses too
-                log.error("uses of foreign groups are not counted: %s", error)
-            return rollouts
 
     async def _taught(self, groups: Sequence[TrainGroup]) -> tuple[TrainGroup, ...]:
         """The groups with what the teacher thinks of own tokens, where there is a teacher."""
@@ -403,24 +279,16 @@ class Loop:
     def _state(self) -> dict[str, Any]:
         return {
             "model": model_mark(self.parts.bundle),
-            "epoch": self.position.epoch,
-            "taken": self.position.taken,
             "sampler": self.parts.sampler.state(),
-            "pass_rates": self.curriculum.state(),
-            "informative": self.informative.now,
-            "foreign_share": self.foreign_share.state(),
-            "begun": self.own.rounds.state(),
+            "foreign_share": self.foreign.share.state(),
+            **self.own.state(),
         }
 
     def _restore(self, state: Mapping[str, Any]) -> None:
-        self.position = DataPosition(state["epoch"], state["taken"])
         self.parts.sampler.restore(state["sampler"])
-        # a checkpoint of Shoal 0.1 may lack these
-        self.curriculum.restore(state.get("pass_rates", {}))
-        self.informative.now = state.get("informative", 1.0)
-        if "foreign_share" in state:
-            self.foreign_share.restore(state["foreign_share"])
-        self._begun_before = state
+        self.own.restore(state)
+        if "foreign_share" in state:  # a checkpoint of Shoal 0.1 may lack it
+            self.foreign.share.restore(state["foreign_share"])
 
 
 def model_mark(bundle: ModelBundle) -> str:

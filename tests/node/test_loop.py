@@ -92,7 +92,7 @@ async def test_recovery_repeats_the_steps_that_were_done_and_not_those_tried_aga
     await loop.recover()
     assert trainer.given == [1, 2, 3]
     assert loop.saved == trainer.step == 3
-    assert (loop.position.epoch, loop.position.taken) == (3, 8)
+    assert (loop.own.position.epoch, loop.own.position.taken) == (3, 8)
     assert [step["step"] for step in loop.parts.history.steps(0, 10)] == [1, 2, 3]
 
 
@@ -324,9 +324,9 @@ async def test_a_scorer_that_fails_skips_the_step(
     async def fail(*arguments: object) -> None:
         raise ScorerError("out of breath")
 
-    monkeypatch.setattr(loop.own, "take", fail)
+    monkeypatch.setattr(loop.own.rollouts, "take", fail)
     with pytest.raises(StepSkipped, match="the scorer failed: out of breath"):
-        await loop._roll_out(1, 4)
+        await loop.own.roll_out(1, 4)
 
 
 async def test_steps_of_another_model_are_not_repeated(make_loop: Callable[..., Loop]) -> None:

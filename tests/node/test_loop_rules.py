@@ -11,6 +11,7 @@ from node.config import Config
 from node.engines.requests import RequestTooLong
 from node.interfaces import Sample, Score, StepSkipped
 from node.loop import Loop
+from node.own_groups import chosen
 from node.progress import Progress
 from node.rollouts import Rollout
 from node.scheduling.rounds import Begun
@@ -63,7 +64,7 @@ def make_loop(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Loop]:
             clock=time.time,
         )
         loop = Loop(parts)
-        monkeypatch.setattr(loop.own, "take", take)
+        monkeypatch.setattr(loop.own.rollouts, "take", take)
         loop.parts.asked = asked  # type: ignore[attr-defined]
         return loop
 
@@ -72,15 +73,15 @@ def make_loop(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Loop]:
 
 async def test_without_dynamic_sampling_a_step_has_the_groups_that_come(make_loop: Callable[..., Loop]) -> None:
     loop = make_loop(lambda i: False, dynamic_rounds=0)
-    assert len(await loop._roll_out(1, 4)) == 4
-    assert loop.position.taken == 4
+    assert len(await loop.own.roll_out(1, 4)) == 4
+    assert loop.own.position.taken == 4
 
 
 async def test_a_round_that_fails_costs_none_of_the_groups_before_it(
     make_loop: Callable[..., Loop], monkeypatch: Any
 ) -> None:
     loop = make_loop(lambda i: False, dynamic_rounds=2)
-    take, calls = loop.own.take, 0
+    take, calls = loop.own.rollouts.take, 0
 
     async def failing(count: int, tasks: Any) -> list[Rollout]:
         nonlocal calls
@@ -89,11 +90,11 @@ async def test_a_round_that_fails_costs_none_of_the_groups_before_it(
             raise ScorerError("out of breath")
         return await take(count, tasks)
 
-    monkeypatch.setattr(loop.own, "take", failing)
-    assert len(await loop._roll_out(1, 4)) == 4
+    monkeypatch.setattr(loop.own.rollouts, "take", failing)
+    assert len(await loop.own.roll_out(1, 4)) == 4
     calls = 1
     with pytest.raises(StepSkipped, match="out of breath"):
-        await loop._roll_out(2, 4)
+        await loop.own.roll_out(2, 4)
 
 
 async def test_a_task_too_long_for_the_model_is_told_and_costs_a_step(
@@ -104,61 +105,61 @@ async def test_a_task_too_long_for_the_model_is_told_and_costs_a_step(
     async def too_long(count: int, tasks: Any) -> list[Rollout]:
         raise RequestTooLong("9000 prompt tokens")
 
-    monkeypatch.setattr(loop.own, "take", too_long)
+    monkeypatch.setattr(loop.own.rollouts, "take", too_long)
     with pytest.raises(StepSkipped, match="9000 prompt tokens") as skipped:
-        await loop._roll_out(1, 4)
+        await loop.own.roll_out(1, 4)
     assert "rollout.max_new_tokens" in skipped.value.advice
 
 
 async def test_a_teacher_sees_uniform_groups_too(make_loop: Callable[..., Loop], monkeypatch: Any) -> None:
     loop = make_loop(lambda i: False, dynamic_rounds=2)
     monkeypatch.setattr(loop.parts, "teacher", object())
-    assert len(await loop._roll_out(1, 4)) == 4
+    assert len(await loop.own.roll_out(1, 4)) == 4
 
 
 async def test_dynamic_sampling_goes_on_with_the_next_tasks_in_place_of_uniform_groups(
     make_loop: Callable[..., Loop],
 ) -> None:
     loop = make_loop(lambda i: i in (1, 4, 6, 7), dynamic_rounds=5)
-    rollouts = await loop._roll_out(3, 4)
+    rollouts = await loop.own.roll_out(3, 4)
     asked = loop.parts.asked  # type: ignore[attr-defined]
     assert [len(refs) for refs, _ in asked] == [4, 3, 1], "as many as are missing, and no more once all are there"
     assert sum(rollout.informative for rollout in rollouts) == 4
     refs = [ref for those, _ in asked for ref in those]
     seeds = [seed for _, those in asked for seed in those]
-    assert len(set(refs)) == len(refs) == 8 == loop.position.taken
+    assert len(set(refs)) == len(refs) == 8 == loop.own.position.taken
     assert len(set(seeds)) == 8
-    assert loop._own(rollouts, 4) == [rollout for rollout in rollouts if rollout.informative]
+    assert chosen(rollouts, 4) == [rollout for rollout in rollouts if rollout.informative]
 
 
 async def test_a_first_round_is_as_large_as_lately_was_needed(make_loop: Callable[..., Loop], monkeypatch: Any) -> None:
     monkeypatch.setattr("node.loop.model_mark", lambda bundle: "mark")
     loop = make_loop(lambda i: i % 2 == 0, dynamic_rounds=2)
     for step in range(1, 30):
-        await loop._roll_out(step, 4)
-    assert loop.informative.now == pytest.approx(0.5, abs=0.1)
+        await loop.own.roll_out(step, 4)
+    assert loop.own.informative.now == pytest.approx(0.5, abs=0.1)
     asked = loop.parts.asked  # type: ignore[attr-defined]
     assert [len(refs) for refs, _ in asked[:2]] == [4, 2]
     assert {len(refs) for refs, _ in asked[-3:]} <= {8, 9}
     again = make_loop(lambda i: i % 2 == 0, dynamic_rounds=2)
     again._restore(loop._state())
-    assert again.informative.now == loop.informative.now
+    assert again.own.informative.now == loop.own.informative.now
 
 
 async def test_no_round_is_larger_than_all_rounds_together(make_loop: Callable[..., Loop]) -> None:
     loop = make_loop(lambda i: False, dynamic_rounds=2)
     for step in range(1, 20):
-        assert len(await loop._roll_out(step, 4)) == 12
+        assert len(await loop.own.roll_out(step, 4)) == 12
     loop = make_loop(lambda i: True, dynamic_rounds=2)
-    loop.informative.now = 0.01
-    assert len(await loop._roll_out(1, 4)) == 12
+    loop.own.informative.now = 0.01
+    assert len(await loop.own.roll_out(1, 4)) == 12
 
 
 async def test_dynamic_sampling_keeps_what_there_is_when_its_rounds_are_over(make_loop: Callable[..., Loop]) -> None:
     loop = make_loop(lambda i: i == 5, dynamic_rounds=2)
-    rollouts = await loop._roll_out(1, 4)
+    rollouts = await loop.own.roll_out(1, 4)
     assert len(rollouts) == 4 + 4 + 3
-    own = loop._own(rollouts, 4)
+    own = chosen(rollouts, 4)
     assert [rollout.informative for rollout in own] == [True, False, False, False]
     assert own[1:] == rollouts[:3]
 
@@ -166,30 +167,37 @@ async def test_dynamic_sampling_keeps_what_there_is_when_its_rounds_are_over(mak
 async def test_pass_rates_are_saved_with_the_position(make_loop: Callable[..., Loop], monkeypatch: Any) -> None:
     monkeypatch.setattr("node.loop.model_mark", lambda bundle: "mark")
     loop = make_loop(lambda i: True, curriculum_low=0.2, curriculum_high=0.8)
-    await loop._roll_out(1, 8)
+    await loop.own.roll_out(1, 8)
     state = loop._state()
     assert set(state["pass_rates"].values()) == {0.5}
     again = make_loop(lambda i: True)
     again._restore(state)
-    assert again.curriculum.rates == loop.curriculum.rates
+    assert again.own.curriculum.rates == loop.own.curriculum.rates
     del state["pass_rates"]
     again._restore(state)
-    assert again.curriculum.rates == {}
+    assert again.own.curriculum.rates == {}
 
 
 async def test_own_groups_take_the_place_of_foreign_ones_that_are_not_wanted(
     make_loop: Callable[..., Loop], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("node.loop.model_mark", lambda bundle: "mark")
+    monkeypatch.setattr(Sampler, "available", lambda self, pool, count, **_: min(count, len(pool)))
     fixed, adaptive = make_loop(lambda i: True), make_loop(lambda i: True, foreign_adaptive=True)
+
+    def missing(loop: Loop, held: int) -> int:
+        p: Any = loop.parts
+        p.store = SimpleNamespace(pool=lambda now: [None] * held)
+        return loop.foreign.missing()
+
     for loop in (fixed, adaptive):
-        loop.foreign_share.judge(0.5)
-        loop.foreign_share.judge(0.3)
-    assert [fixed._foreign_count(), fixed._own_count(9), fixed._own_count(1)] == [4, 4, 7]
-    assert [adaptive._foreign_count(), adaptive._own_count(9), adaptive._own_count(1)] == [2, 6, 7]
+        loop.foreign.share.judge(0.5)
+        loop.foreign.share.judge(0.3)
+    assert [missing(fixed, 9), missing(fixed, 1)] == [0, 3]
+    assert [missing(adaptive, 9), missing(adaptive, 1)] == [2, 3]
     again = make_loop(lambda i: True, foreign_adaptive=True)
     again._restore(adaptive._state())
-    assert again._foreign_count() == 2
+    assert missing(again, 9) == 2
 
 
 @pytest.mark.parametrize(("own_share", "most"), [(1.0, 2), (0.25, 1)])
@@ -211,9 +219,9 @@ async def test_a_flood_fills_no_more_of_an_update_than_the_manifest_lets_it(
     assert p.manifest.caps.max_producer_share == 0.5
     for seed in range(20):
         p.sampler = Sampler(seed)
-        assert loop._pool_size() == 4
+        assert loop.foreign.missing() == 0
         used.clear()
-        await loop._choose_foreign()
+        await loop.foreign.choose()
         assert len(used) == 4
         assert sum(producers[int.from_bytes(digest, "big")] == "flood" for digest in used) <= most
 
@@ -222,16 +230,16 @@ async def test_environments_outside_the_window_get_few_tasks(make_loop: Callable
     loop = make_loop(lambda i: True, curriculum_low=0.2, curriculum_high=0.8)
     names = [spec.name for spec in loop.parts.manifest.environments]
     for name in names[1:]:
-        loop.curriculum.observe(name, [0.0])
-    rollouts = await loop._roll_out(1, 16)
+        loop.own.curriculum.observe(name, [0.0])
+    rollouts = await loop.own.roll_out(1, 16)
     within = sum(rollout.ref.environment == names[0] for rollout in rollouts)
     assert within >= 8
-    assert loop.position.taken > 16
+    assert loop.own.position.taken > 16
 
 
 async def test_one_and_the_same_reward_for_many_steps_is_told(make_loop: Callable[..., Loop]) -> None:
     loop = make_loop(lambda i: False)
     for step in range(SAME_REWARDS_ALARM):
-        await loop._roll_out(step, 2)
+        await loop.own.roll_out(step, 2)
     (said,) = loop.parts.history
     assert "got the reward 0" in said

@@ -177,7 +177,7 @@ async def test_a_last_step_that_ended_two_starts_is_left_out(life: Callable[...,
         await loop.recover()
         assert trainer.given == [1]
         assert loop.saved == trainer.step == 1
-        assert loop.position.taken == 8  # not the same tasks again
+        assert loop.own.position.taken == 8  # not the same tasks again
     assert messages(loop)[-3:-1] == [
         "2 starts ended while they repeated step 2",
         "the update of step 2 is left out and the step tried again with other groups; if that happens again, lower "
@@ -191,7 +191,7 @@ async def test_a_last_step_that_ended_two_starts_is_left_out(life: Callable[...,
     loop = life(trainer)
     await loop.recover()
     assert trainer.given == [1]
-    assert loop.position.taken == 12
+    assert loop.own.position.taken == 12
 
 
 async def test_a_step_that_others_follow_is_tried_at_every_start(life: Callable[..., Loop]) -> None:
