@@ -13,8 +13,9 @@ from typing import Any
 from protocol.rules import producer_quota
 from swarm.records import PoolEntry
 
-MAX_REMEMBERED = 4096
-"""Use counts kept, those of the latest chosen groups; a group's life is far shorter than that many choices."""
+REMEMBERED_BESIDES = 64
+"""Use counts kept of groups that the pool has no more, the latest chosen ones: a power cut may take them from the
+database, which is not as safe as the journal that this state is in, and then they are pulled again."""
 
 
 class Sampler:
@@ -41,6 +42,7 @@ class Sampler:
     ) -> list[PoolEntry]:
         """At most `count` entries, each used fewer than `max_uses` times so far; counts the use.
 
+        `pool` is everything that may be used now: what is not in it has expired, and is not chosen again.
         `max_producer_share` of `count` is the most that one producer gets, but never less than an even split among
         those that have groups to give. A producer of weight 0 gets nothing. Order of the pool does not matter.
         """
@@ -63,9 +65,15 @@ class Sampler:
                 self._uses.pop(entry.digest, None)  # so that the dict stays ordered by latest use
                 self._uses[entry.digest] = uses + 1
                 chosen.append(entry)
-        while len(self._uses) > MAX_REMEMBERED:
-            del self._uses[next(iter(self._uses))]
+        self._forget(pool)
         return chosen
+
+    def _forget(self, pool: Sequence[PoolEntry]) -> None:
+        """Drop counts that no choice needs any more: the state is written with every update."""
+        held = {entry.digest for entry in pool}
+        gone = [digest for digest in self._uses if digest not in held]
+        for digest in gone[: max(0, len(gone) - REMEMBERED_BESIDES)]:
+            del self._uses[digest]
 
     def state(self) -> dict[str, Any]:
         """Everything the next choice depends on besides the pool, as JSON values."""

@@ -5,7 +5,7 @@ from collections import Counter
 import pytest
 
 from swarm.experience import PoolEntry
-from swarm.sampler import MAX_REMEMBERED, Sampler
+from swarm.sampler import REMEMBERED_BESIDES, Sampler
 
 
 def pool(**groups: int) -> list[PoolEntry]:
@@ -106,14 +106,29 @@ def test_the_same_state_and_pool_give_the_same_choice() -> None:
     assert restored.state() == sampler.state()
 
 
-def test_the_state_is_bounded() -> None:
-    sampler = Sampler(1)
-    for start in range(0, MAX_REMEMBERED + 500, 500):
-        entries = [PoolEntry(n.to_bytes(32, "big"), "a", (0.0, 1.0), 0.0) for n in range(start, start + 500)]
-        choose(sampler, entries, 500)
+def test_uses_are_remembered_as_long_as_a_group_is_in_the_pool() -> None:
+    """And the state, which every journal record has, grows with the pool and not with the steps."""
+    sampler, entries = Sampler(1), pool(a=4000)
+    for step in range(1000):  # a group lives for 100 steps here, and 4 are chosen in each
+        choose(sampler, entries[4 * step :][:400], 4, uses=2)
+        again = Sampler(2)
+        again.restore(json.loads(json.dumps(sampler.state())))
+        sampler = again
     uses = sampler.state()["uses"]
-    assert len(uses) == MAX_REMEMBERED
-    assert available(sampler, entries, 9) == 0, "the latest are the ones remembered"
+    assert len(uses) <= 400 + REMEMBERED_BESIDES
+    left = entries[4 * step :][:400]
+    assert len({e.digest for e in left} - {bytes.fromhex(digest) for digest, _ in uses}) == available(
+        sampler, left, 400
+    ), "whatever was used is known"
+    assert len(json.dumps(sampler.state())) < 50_000
+
+
+def test_uses_outlive_a_pool_that_lost_its_newest_groups() -> None:
+    sampler, entries = Sampler(1), pool(a=20)
+    chosen = choose(sampler, entries, 4)
+    lost = [entry for entry in entries if entry not in chosen]
+    assert len(choose(sampler, lost, 4)) == 4
+    assert available(sampler, entries, 20) == 12
 
 
 def test_a_state_that_is_none_is_refused() -> None:
