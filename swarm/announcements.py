@@ -94,15 +94,16 @@ class Announcements:
                 found.append(sealed)
         return found
 
-    def digests(self, now: float, limit: int) -> list[bytes]:
-        """Digests of unexpired announced groups, newest first."""
+    def digests(self, now: float, limit: int, *, expires_by: float = math.inf) -> dict[bytes, float]:
+        """Digests of unexpired announced groups, with when they expire: the last to do so, by `expires_by`, first."""
         rows = self._db.all(
-            "SELECT digest, MAX(row) AS newest FROM announcements WHERE expires_at > ? GROUP BY digest"
-            " ORDER BY newest DESC LIMIT ?",
+            "SELECT digest, MAX(expires_at) AS expiry, MAX(row) AS newest FROM announcements"
+            " WHERE expires_at > ? AND expires_at <= ? GROUP BY digest ORDER BY expiry DESC, newest DESC LIMIT ?",
             now,
+            expires_by,
             limit,
         )
-        return [digest for digest, _ in rows]
+        return {digest: expiry for digest, expiry, _ in rows}
 
     def tidy(self, now: float) -> None:
         """Forget those that have expired."""

@@ -1,6 +1,7 @@
 """Heals lost announcements: asks a peer, on meeting it and from time to time, for live ones that this node lacks."""
 
 import asyncio
+import math
 import random
 from collections.abc import Callable
 
@@ -90,9 +91,17 @@ class Healer:
             self._wake.set()
 
     async def _heal(self, peer: str, settled: int) -> None:
+        """Ask for what was made lately, and, where a request cannot name all that is known here, for ever older parts.
+
+        An answer begins with the newest that the request does not name. So a part is asked for by what the peer has
+        known since the oldest of the part before was made, with the latest of what was made by then named.
+        """
+        made_by, lifetime = math.inf, self._manifest.caps.group_ttl_seconds
         for _ in range(HEAL_ROUNDS):
-            have = tuple(self._store.announcements.digests(self._clock(), MAX_HAVE))
-            answer = await self._ask(peer, LiveRequest(self._manifest.digest, have, settled))
+            now = self._clock()
+            have = self._store.announcements.digests(now, MAX_HAVE, expires_by=made_by + lifetime)
+            age = settled if made_by == math.inf else max(settled, math.ceil(now - made_by))
+            answer = await self._ask(peer, LiveRequest(self._manifest.digest, tuple(have), age))
             try:
                 announcements = msgspec.msgpack.decode(answer, type=LiveResponse).announcements
             except msgspec.DecodeError as error:
@@ -104,8 +113,13 @@ class Healer:
                 new += heard
                 self._accounts.counters.healed += heard
                 await asyncio.sleep(0)
-            if len(announcements) < MAX_LIVE or not new:
+            if len(announcements) < MAX_LIVE:
                 return
+            if not new:
+                oldest = min(have.values(), default=math.inf) - lifetime
+                if len(have) < MAX_HAVE or oldest >= made_by:
+                    return
+                made_by = oldest
 
     async def _ask(self, peer: str, request: LiveRequest) -> bytes:
         """The answer, however often the peer asks to wait: the caller holds a deadline. Raises TransportError."""

@@ -107,7 +107,7 @@ async def test_a_full_disk_is_told_and_passes(world: World, monkeypatch: pytest.
     monkeypatch.setattr(ExperienceStore, "add", no_room)
     with pytest.raises(StoreFull):
         a.exchange.publish(make_group(a.identity, 0))
-    assert a.store.announcements.digests(time.time(), 10) == [], "nothing is announced that is not held"
+    assert not a.store.announcements.digests(time.time(), 10), "nothing is announced that is not held"
     full = False
     digest = a.exchange.publish(make_group(a.identity, 0))
     full = True

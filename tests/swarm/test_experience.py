@@ -209,7 +209,7 @@ def test_a_transaction_happens_whole_or_not_at_all(store: ExperienceStore) -> No
     with pytest.raises(ZeroDivisionError):
         fail_half_way()
     assert not store.has_group(record(1).digest)
-    assert store.announcements.digests(NOW, 10) == []
+    assert not store.announcements.digests(NOW, 10)
     assert store.size == 0
 
 

@@ -6,10 +6,12 @@ import time
 import msgspec
 import pytest
 
+from protocol.envelope import Domain, digest_of, seal
 from protocol.messages import LIVE_PROTOCOL, LiveRequest, LiveResponse
+from swarm.exchange import announcement_of
 from swarm.memory import MemoryHub
 from swarm.transport import Busy
-from tests.swarm.world import World, join, make_group, sealed, until, who
+from tests.swarm.world import MANIFEST, Node, World, join, make_group, sealed, until, who
 
 
 async def test_lost_announcements_heal(world: World) -> None:
@@ -125,3 +127,44 @@ async def test_a_peer_that_always_says_soon_does_not_keep_a_node_busy(world: Wor
     await join(a, b)
     await asyncio.sleep(1.2)
     assert 2 <= asked <= 3
+
+
+def remember(slot: int, age: int, *nodes: Node) -> bytes:
+    """These nodes heard of a group of nobody's when it was made, `age` seconds ago; its digest."""
+    group, made = make_group(who("nobody"), slot), time.time() - age
+    expires = made + MANIFEST.caps.group_ttl_seconds
+    body = seal(who("nobody"), Domain.group, msgspec.msgpack.encode(group), issued=made, expires=expires)
+    announcement = announcement_of(group, body, MANIFEST.digest)
+    raw = seal(who("nobody"), Domain.announcement, msgspec.msgpack.encode(announcement), issued=made, expires=expires)
+    for node in nodes:
+        node.store.announcements.add(
+            digest_of(body), who("nobody").peer_id, group.epoch, group.task, raw, heard_at=made, expires_at=int(expires)
+        )
+    return digest_of(body)
+
+
+async def test_an_old_gap_heals_though_a_request_cannot_name_all_that_is_known(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("swarm.healing.MAX_HAVE", 16)
+    for name in ("healing", "serving"):
+        monkeypatch.setattr(f"swarm.{name}.MAX_LIVE", 8)
+    a, b = await world.node("a", heal_seconds=100), await world.node("b", heal_seconds=100, pool_target=0)
+    late = await world.node("late", heal_seconds=100, pool_target=0)
+    asked: list[LiveRequest] = []
+    request = b.transport.request
+
+    async def noted(peer: str, protocol: str, data: bytes, **options) -> bytes:
+        asked.append(msgspec.msgpack.decode(data, type=LiveRequest))
+        return await request(peer, protocol, data, **options)
+
+    b.transport.request = noted  # type: ignore[method-assign]
+    missing = {3, 50, 70}
+    digests = [remember(n, 1000 - 10 * n, a, *([b] if n not in missing else [])) for n in range(100)]
+    await join(a, b)
+    await until(lambda: b.count("healed") == len(missing), 10)
+    assert set(b.store.announcements.digests(time.time(), 1000)) == set(digests)
+    await asyncio.sleep(0.1)
+    assert len(asked) <= 100 // 16 + 1 + len(missing), "each part once, and once more where there was a gap"
+    await join(a, late)
+    await until(lambda: late.count("healed") == 100, 10)
