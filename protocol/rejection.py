@@ -24,7 +24,6 @@ class Reason(StrEnum):
     scorer_failed = "scorer_failed"
     over_budget = "over_budget"
     uninformative = "uninformative"
-    peer_quota = "peer_quota"
 
 
 class Rejected(Exception):

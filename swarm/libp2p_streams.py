@@ -72,10 +72,6 @@ class Streams:
         self.bytes_in = 0
         self.bytes_out = 0
 
-    @property
-    def served_now(self) -> int:
-        return self._serving.total()
-
     def serve(self, protocol: str, max_request: int) -> None:
         expected: tuple[type[Exception], ...] = (*self._runtime.errors, RequestFailed)
 

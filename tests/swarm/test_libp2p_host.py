@@ -118,7 +118,7 @@ async def test_a_requester_that_dawdles_is_cut_off(libp2p, monkeypatch, wait_unt
     assert await raw_request(a, b.peer_id, b"\x00\x00") == b""
     assert time.monotonic() - begin < 3
     assert await raw_request(a, b.peer_id, b"\x00\x00\x00\x09half") == b""
-    await wait_until(lambda: b._host.streams.served_now == 0)
+    await wait_until(lambda: b._host.streams._serving.total() == 0)
 
 
 async def test_a_stream_is_used_again_and_given_back(libp2p, monkeypatch, wait_until):
@@ -128,8 +128,8 @@ async def test_a_stream_is_used_again_and_given_back(libp2p, monkeypatch, wait_u
     b.serve(ECHO, echo, max_request=100)
     for number in range(20):
         assert await a.request(b.peer_id, ECHO, b"%d" % number, max_bytes=100, timeout=5) == b"%d" % number
-        assert b._host.streams.served_now == 1
-    await wait_until(lambda: b._host.streams.served_now == 0)
+        assert b._host.streams._serving.total() == 1
+    await wait_until(lambda: b._host.streams._serving.total() == 0)
     assert await a.request(b.peer_id, ECHO, b"later", max_bytes=100, timeout=5) == b"later"
 
 
@@ -138,7 +138,7 @@ async def test_a_stream_that_the_server_gave_up_is_replaced(libp2p, monkeypatch,
     a, b = await libp2p.line(2)
     b.serve(ECHO, echo, max_request=100)
     assert await a.request(b.peer_id, ECHO, b"first", max_bytes=100, timeout=5) == b"first"
-    await wait_until(lambda: b._host.streams.served_now == 0)
+    await wait_until(lambda: b._host.streams._serving.total() == 0)
     assert await a.request(b.peer_id, ECHO, b"second", max_bytes=100, timeout=5) == b"second"
 
 
