@@ -5,6 +5,7 @@ node does costs many of them, and enough of it is a ban. Weights steer which gro
 admit one: every group passes the whole admission chain whoever sent it.
 """
 
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -75,7 +76,10 @@ class Reputation:
 
     def __init__(self, store: ExperienceStore, clock: Callable[[], float]) -> None:
         self._store, self._clock = store, clock
-        self._records = {record.peer: record for record in sorted(store.peers.all(), key=lambda peer: peer.last_seen)}
+        self._records = OrderedDict(
+            (record.peer, record) for record in sorted(store.peers.all(), key=lambda peer: peer.last_seen)
+        )
+        """In the order in which they were seen last."""
 
     def of(self, peer: str) -> PeerRecord:
         """The peer's record as of now; a fresh one for a stranger."""
@@ -114,13 +118,15 @@ class Reputation:
             del self._records[forgotten]
             self._store.peers.forget(forgotten)
         self._records[record.peer] = record
+        self._records.move_to_end(record.peer)
 
     def _least_missed(self) -> str:
-        """Whom to forget, as `PeerRecords.tidy` does: the first met that neither earned anything nor is banned.
+        """Whom to forget, as `PeerRecords.tidy` does: who was seen longest ago, of those that neither earned anything
+        nor are banned if there are any.
 
         Identities are free, so a flood of them must push out neither what others earned nor bans.
         """
-        for proven, banned in ((False, False), (False, True)):
+        for proven, banned in ((False, False), (False, True), (True, False)):
             for peer, record in self._records.items():
                 if (record.accepted >= PROVEN, record.banned) == (proven, banned):
                     return peer

@@ -133,3 +133,22 @@ def test_a_flood_of_identities_pushes_out_neither_the_proven_nor_the_banned(
     store.tidy()
     for kept in (reputation, Reputation(store, clock)):
         assert kept.weight("good") == pytest.approx(11 / 14, rel=1e-2), "bans crowd out bans only"
+
+
+def test_memory_and_database_forget_the_same_ones(
+    store: ExperienceStore, clock: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A newcomer that is still here stays, though others came later and went."""
+    monkeypatch.setattr("swarm.reputation.MAX_PEERS", 5)
+    monkeypatch.setattr("swarm.peer_records.MAX_PEERS", 5)
+    reputation = Reputation(store, clock)
+    for n in range(20):
+        clock.now += 1
+        reputation.seen("newcomer")
+        clock.now += 1
+        reputation.record(f"sybil{n}", "announced")
+    kept = {"newcomer", *(f"sybil{n}" for n in range(16, 20))}
+    assert set(reputation._records) == kept
+    store.tidy()
+    assert {record.peer for record in store.peers.all()} == kept
+    assert list(Reputation(store, clock)._records) == list(reputation._records)
