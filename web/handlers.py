@@ -10,7 +10,7 @@ from aiohttp import web
 from web.answers import Refused, answer
 from web.auth import CODE_SECONDS, SESSION_SECONDS, Auth
 from web.guard import Guard, cookie_name
-from web.probes import prometheus, readiness
+from web.probes import prometheus, readiness, trouble
 from web.queries import MAX_ROW, body, group_id, integer, numbers
 from web.streams import Streams
 from web.view import NodeView, NotFound
@@ -130,7 +130,7 @@ class Handlers:
         if not self._is_trusted(request):
             raise Refused(401, "metrics beyond loopback need the token", "set `authorization` in the scrape config")
         return web.Response(
-            body=prometheus(self.view.metrics()).encode(),
+            body=prometheus({**self.view.metrics(), **trouble(self.view.status()["groups"])}).encode(),
             headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"},
         )
 

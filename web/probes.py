@@ -9,6 +9,7 @@ HELP = {
     "shoal_clip_fraction": "Share of tokens whose ratio was clipped in the last update",
     "shoal_entropy": "Mean entropy of the policy in the last update, nats per token",
     "shoal_ess": "Effective sample size of the importance weights in the last update, as a share",
+    "shoal_exchange_trouble_total": "What the exchange dropped, put off or could not store, by the counter's name",
     "shoal_grad_norm": "Gradient norm of the last update before clipping",
     "shoal_groups_admitted_total": "Foreign groups that passed every rule",
     "shoal_groups_fetched_total": "Foreign groups pulled from peers",
@@ -39,6 +40,27 @@ HELP = {
     "shoal_up": "1 unless the node has failed",
     "shoal_uptime_seconds": "Seconds since the daemon started",
 }
+
+
+EXCHANGE_TROUBLE = (
+    "dropped_announcements",
+    "dropped_outbox",
+    "dropped_provides",
+    "dropped_wanted",
+    "put_off",
+    "store_errors",
+    "turned_away",
+)
+"""Counters among `groups` of the status; they are 0 where all is well, or nearly."""
+
+
+def trouble(groups: Mapping[str, Any]) -> dict[str, float]:
+    """Samples of what went wrong in the exchange, from `groups` of the status."""
+    return {
+        f'shoal_exchange_trouble_total{{reason="{name}"}}': float(groups[name])
+        for name in EXCHANGE_TROUBLE
+        if name in groups
+    }
 
 
 def readiness(status: Mapping[str, Any]) -> list[str]:

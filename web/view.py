@@ -25,7 +25,8 @@ class NodeView(Protocol):
         None), `step_deadline` (seconds after which a missing step is a fault), `rss_mb`, `peak_rss_mb`, `memory`
         ({weights, gradients, optimizer} in bytes, as of the last update), `uptime`, `version`, `model`,
         `engine` (which one samples, and why), `groups`
-        ({published, fetched, admitted, rejected: {reason: n}, trained_foreign})."""
+        ({published, fetched, admitted, rejected: {reason: n}, trained_foreign}, and the counters of
+        `web.probes.EXCHANGE_TROUBLE`)."""
 
     def steps(self, after: int, limit: int) -> Sequence[Mapping[str, Json]]:
         """Step records with step > `after`, oldest first."""

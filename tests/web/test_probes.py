@@ -65,6 +65,17 @@ async def test_metrics(anyone):
     assert all(line.startswith("# ") or sample.fullmatch(line) for line in text.splitlines())
 
 
+async def test_metrics_have_what_the_exchange_lost(anyone, view):
+    view.state["groups"] |= {"dropped_outbox": 3, "put_off": 0}
+    async with anyone.get("/metrics") as answer:
+        lines = (await answer.text()).splitlines()
+    assert [line for line in lines if "exchange_trouble" in line][1:] == [
+        "# TYPE shoal_exchange_trouble_total counter",
+        'shoal_exchange_trouble_total{reason="dropped_outbox"} 3',
+        'shoal_exchange_trouble_total{reason="put_off"} 0',
+    ]
+
+
 def test_a_metric_without_a_help_of_its_own_is_named():
     assert prometheus({"shoal_new_thing": 1.0}).splitlines()[0] == "# HELP shoal_new_thing new thing"
 
