@@ -31,7 +31,7 @@ class Counters:
     rejected: dict[str, int] = field(default_factory=dict)
     """By reason: announcements, groups and answers alike."""
     unscored: int = 0
-    """Given up because the scorer did not answer."""
+    """Times that the scorer did not answer for a group; it is pulled again later."""
     served: int = 0
     turned_away: int = 0
     """Requests answered with `wait`: their peers were over their allowance."""

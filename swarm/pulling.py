@@ -24,6 +24,8 @@ POLL_SECONDS = 0.5
 GATHER_SECONDS = 0.02
 """Waited after something arrives: more of the same producer may follow, and be pulled with it."""
 STORE_PAUSE_SECONDS = 5.0
+UNSCORED_SECONDS = 30.0
+"""Until a group that could not be scored is pulled again: a scorer that is away comes back, or needs help."""
 
 
 class Puller:
@@ -200,6 +202,8 @@ class Puller:
         except ScoringUnavailable as error:
             counters.unscored += 1
             self._accounts.tell("scorer", "", f"groups cannot be scored: {error}")
+            later = self._clock() + UNSCORED_SECONDS
+            self.wanted.put_off(candidate, self._reputation.weight(producer), self._clock(), until=later)
             return
         self._keep(record, body)
 

@@ -13,7 +13,7 @@ HALF_LIFE = 120.0
 """Seconds after which an announcement is half as likely to be chosen as a new one."""
 MAX_ATTEMPTS = 3
 MAX_WAITS = 16
-"""How often a holder may ask to wait before the group is given up."""
+"""How often a holder may ask to wait, or the scorer be away, before the group is given up."""
 RETRY_SECONDS = 5.0
 
 
@@ -76,7 +76,7 @@ class Wanted:
         self._again(replace(candidate, attempts=attempts), weight, now, now + RETRY_SECONDS * 2**attempts)
 
     def put_off(self, candidate: Candidate, weight: float, now: float, *, until: float) -> None:
-        """Queue a candidate again whose holder asked to wait, or drop it when it did so too often."""
+        """Queue a candidate again whose holder asked to wait, or which could not be scored; too often: drop it."""
         waits = candidate.waits + 1
         if waits == MAX_WAITS:
             self.dropped += 1

@@ -152,6 +152,7 @@ async def test_what_nobody_holds_is_given_up(world: World, monkeypatch: pytest.M
 
 async def test_a_scorer_that_is_away_rejects_nobody(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("swarm.admission.SCORE_RETRY_SECONDS", 0.01)
+    monkeypatch.setattr("swarm.pulling.UNSCORED_SECONDS", 0.1)
     away = 2
 
     async def sometimes(group: RolloutGroup) -> list[float]:
@@ -165,10 +166,10 @@ async def test_a_scorer_that_is_away_rejects_nobody(world: World, monkeypatch: p
     await join(a, b)
     digest = a.exchange.publish(make_group(a.identity, 0))
     await until(lambda: digest in b.pool())
-    away = 3
-    a.exchange.publish(make_group(a.identity, 1))
-    await until(lambda: b.count("unscored") == 1)
-    assert b.count("rejected") == {}
+    away = 3 * 4
+    second = a.exchange.publish(make_group(a.identity, 1))
+    await until(lambda: second in b.pool())
+    assert (b.count("unscored"), b.count("rejected"), b.count("dropped_wanted")) == (4, {}, 0)
     assert ("scorer", "groups cannot be scored: scorer restarts") in b.events
 
 
