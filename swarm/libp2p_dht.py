@@ -11,10 +11,14 @@ from libp2p.kad_dht.kad_dht import DHTMode, KadDHT
 from libp2p.peer.id import ID
 from multiaddr import Multiaddr
 
+from protocol.identity import IdentityError, public_key_of
+
 MAX_PROVIDED_KEYS = 512
 """Own keys that are republished; older ones expire at their holders (48 h)."""
 MAX_STORED_KEYS = 20_000
 """Keys that others may store with us."""
+MAX_PROVIDERS = 32
+"""Looked at in one answer: py-libp2p keeps 20 for a key, and who makes more up must not fill what we remember."""
 ADDRESS_SECONDS = 24 * 3600
 
 
@@ -53,15 +57,29 @@ class Dht:
         await self.service.provider_store.provide(key)
 
     def stored_providers(self, key: bytes) -> list[str]:
-        return [str(record.peer_id) for record in self.service.provider_store.get_providers(key)]
+        found = [str(record.peer_id) for record in self.service.provider_store.get_providers(key)]
+        return [peer for peer in found if _can_sign(peer)]
 
     async def closest(self, key: bytes) -> list[ID]:
         return await self.service.peer_routing.find_closest_peers_network(key)
 
     async def ask(self, holder: ID, key: bytes) -> list[str]:
-        """Providers that one peer knows; their addresses go to the peerstore, so that the id alone can be dialled."""
+        """Providers that one peer knows; their addresses go to the peerstore, so that the id alone can be dialled.
+
+        Only the first MAX_PROVIDERS, and of them those that can take part: anything can be made up.
+        """
         found, _ = await self.service.provider_store._get_providers_from_peer_with_closers(holder, key)
+        found = [provider for provider in found[:MAX_PROVIDERS] if _can_sign(str(provider.peer_id))]
         for provider in found:
             if provider.addrs and provider.peer_id != self._host.get_id():
                 self._host.get_peerstore().add_addrs(provider.peer_id, provider.addrs, ADDRESS_SECONDS)
         return [str(provider.peer_id) for provider in found]
+
+
+def _can_sign(peer: str) -> bool:
+    """Whether this is the peer id of an Ed25519 key: others cannot be peers of a swarm."""
+    try:
+        public_key_of(peer)
+    except IdentityError:
+        return False
+    return True

@@ -6,6 +6,7 @@ failed for a minute, and a peer that vanishes without a FIN is never noticed.
 """
 
 import logging
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -326,14 +327,15 @@ class Libp2pHost:
             await self._dht.provide(key)
 
     async def find_providers(self, key: bytes, timeout: float) -> tuple[str, ...]:
-        found = dict.fromkeys(self._dht.stored_providers(key))
+        """Whom most holders name first: a provider tells all of them, and one that lies is alone with it."""
+        named = Counter(self._dht.stored_providers(key))
 
         async def ask(holder: ID) -> None:
-            found.update(dict.fromkeys(await self._dht.ask(holder, key)))
+            named.update(set(await self._dht.ask(holder, key)))
 
         with trio.move_on_after(timeout):
             holders = await self._dht.closest(key)
             async with trio.open_nursery() as nursery:
                 for holder in holders:
                     nursery.start_soon(self._contained, ask, holder)
-        return tuple(peer for peer in found if peer != self.peer_id and peer not in self._banned)
+        return tuple(peer for peer, _ in named.most_common() if peer != self.peer_id and peer not in self._banned)

@@ -18,6 +18,10 @@ LOOKUP_SECONDS = 15.0
 FIRST_BACK_OFF, LONGEST_BACK_OFF = 0.5, 30.0
 DIALS_AT_ONCE = 8
 MAX_KNOWN = 512
+MAX_STRANGERS = 64
+"""Of them, those that the rendezvous told of and that were never connected: whoever answers may make them up."""
+STRANGER_DIALS = 3
+"""A stranger that failed so many dials gives its place to a new one."""
 GIVE_UP_SECONDS = 3600.0
 """A lost peer that is no bootstrap peer is dialled for this long; the rendezvous tells of it when it returns."""
 
@@ -31,6 +35,15 @@ class KnownPeer:
     last_seen: float
     next_dial: float
     back_off: float = FIRST_BACK_OFF
+    failures: int = 0
+    """Dials that failed since it was connected."""
+    is_stranger: bool = False
+    """Heard of at the rendezvous, and not connected so far."""
+
+    @property
+    def turn(self) -> tuple[bool, bool, int, float]:
+        """Who is dialled first: bootstrap peers, whom we met, strangers not tried yet, then who has waited longest."""
+        return not self.is_bootstrap, self.is_stranger, self.failures if self.is_stranger else 0, self.next_dial
 
 
 class Discovery:
@@ -95,6 +108,7 @@ class Discovery:
                 # It dialled us. The transport keeps its address, so its id is enough to dial it when it is lost.
                 known = self._known[peer] = KnownPeer(f"/p2p/{peer}", is_bootstrap=False, last_seen=now, next_dial=0.0)
             known.last_seen, known.next_dial, known.back_off = now, 0.0, FIRST_BACK_OFF
+            known.failures, known.is_stranger = 0, False
         if connected != self._connected:
             self._next_lookup, self._lookup_gap = now, self._tick
         self._connected = connected
@@ -122,20 +136,35 @@ class Discovery:
             found = ()
         now = self._clock()
         for peer in found:
-            if peer not in self._known and peer != self._transport.peer_id and len(self._known) < MAX_KNOWN:
-                self._known[peer] = KnownPeer(f"/p2p/{peer}", is_bootstrap=False, last_seen=now, next_dial=0.0)
+            if peer in self._known or peer == self._transport.peer_id:
+                continue
+            if not self._room_for_a_stranger():
+                break
+            self._known[peer] = KnownPeer(
+                f"/p2p/{peer}", is_bootstrap=False, last_seen=now, next_dial=now, is_stranger=True
+            )
         self._lookup_gap = min(self._interval, self._lookup_gap * 2)
         self._next_lookup = now + self._lookup_gap
+
+    def _room_for_a_stranger(self) -> bool:
+        """Whether one more may be remembered, if need be in the place of the one that failed most dials."""
+        if len(self._known) >= MAX_KNOWN:
+            return False
+        strangers = {peer: known.failures for peer, known in self._known.items() if known.is_stranger}
+        if len(strangers) < MAX_STRANGERS:
+            return True
+        failed_most = max(strangers, key=strangers.__getitem__)
+        if strangers[failed_most] < STRANGER_DIALS:
+            return False
+        del self._known[failed_most]
+        return True
 
     async def _dial_due(self) -> None:
         now = self._clock()
         room = min(DIALS_AT_ONCE, self._max_peers - len(self._connected))
-        due = sorted(
-            (not known.is_bootstrap, known.next_dial, peer)
-            for peer, known in self._known.items()
-            if peer not in self._connected and known.next_dial <= now
-        )
-        await asyncio.gather(*(self._dial(peer) for _, _, peer in due[: max(0, room)]))
+        due = [peer for peer, known in self._known.items() if peer not in self._connected and known.next_dial <= now]
+        due.sort(key=lambda peer: self._known[peer].turn)
+        await asyncio.gather(*(self._dial(peer) for peer in due[: max(0, room)]))
 
     async def _dial(self, peer: str) -> None:
         known = self._known[peer]
@@ -149,5 +178,6 @@ class Discovery:
             if known.is_bootstrap:
                 self.last_error = None
             return
+        known.failures += 1
         known.next_dial = self._clock() + known.back_off * self._random.uniform(0.75, 1.25)
         known.back_off = min(LONGEST_BACK_OFF, known.back_off * 2)

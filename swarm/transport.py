@@ -143,6 +143,7 @@ class Transport(Protocol):
         """Tell the DHT that this node holds `key` (best effort)."""
 
     async def find_providers(self, key: bytes, *, timeout: float) -> tuple[str, ...]:
-        """Peer ids that hold `key` as far as the DHT knows, without repeats; empty when none answered."""
+        """Peer ids that hold `key` as far as the DHT knows, likeliest first, without repeats; empty when none
+        answered."""
 
     def stats(self) -> TransportStats: ...

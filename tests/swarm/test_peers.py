@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 
 from swarm.memory import MemoryHub
-from swarm.peers import DIALS_AT_ONCE, GIVE_UP_SECONDS, MAX_KNOWN, Discovery
+from swarm.peers import DIALS_AT_ONCE, GIVE_UP_SECONDS, MAX_STRANGERS, Discovery
 from swarm.transport import PeerUnreachable, TransportError
 
 RENDEZVOUS = bytes(range(32))
@@ -130,8 +130,27 @@ async def test_a_flood_of_ids_is_bounded():
     while transport.now < 60:
         await service.step()
         transport.now += 0.5
-    assert service.known == MAX_KNOWN
+    assert service.known == 1 + MAX_STRANGERS
     assert len(transport.dialled) <= 120 * DIALS_AT_ONCE
+
+
+async def test_made_up_peers_do_not_keep_the_places_of_real_ones():
+    """A holder names ever new peers that nobody can reach; a real one comes to the rendezvous later."""
+    transport = Unreachable(flood=1000)
+    service = discovery(transport, clock=lambda: transport.now)
+    while transport.now < 60:
+        await service.step()
+        transport.now += 0.5
+    made_up = transport.find_providers
+
+    async def with_a_real_one(key: bytes, *, timeout: float) -> tuple[str, ...]:
+        return ("real", *await made_up(key, timeout=timeout))
+
+    transport.find_providers = with_a_real_one  # type: ignore[method-assign]
+    while transport.now < 120:
+        await service.step()
+        transport.now += 0.5
+    assert any(address == "/p2p/real" for _, address in transport.dialled)
 
 
 async def test_a_peer_that_stays_away_is_forgotten():
