@@ -51,10 +51,10 @@ export function trendChart(holder, steps, scores) {
   const values = points.map((step) => step.reward);
   const first = points[0].step;
   const last = points.at(-1).step;
-  const held = scores.filter((score) => score.step >= first && score.step <= last);
+  const held = scores.filter((score) => score.step >= first - 1 && score.step <= last);
   const low = Math.min(0, ...values);
   const top = niceTop(Math.max(...values, ...held.map((score) => score.mean), low + 0.1));
-  const x = (step) => (1000 * (step - first)) / Math.max(1, last - first);
+  const x = (step) => (1000 * Math.max(0, step - first)) / Math.max(1, last - first);
   // the middle 80 % of the height is the range; what is under it is room for the steps
   const y = (value) => 170 - (160 * (value - low)) / (top - low);
   const path = (heights) => "M" + heights.map((value, i) => `${x(points[i].step).toFixed(1)} ${y(value).toFixed(1)}`).join("L");

@@ -74,8 +74,9 @@ async function extendSteps(step, scored) {
   const fresh = await ask(`steps?after=${after}&limit=${MAX_STEPS}`);
   seen.steps = [...seen.steps, ...fresh].slice(-MAX_STEPS);
   seen.scored = scored;
-  const from = Math.max(0, (seen.steps[0]?.step ?? 0) - 1);
-  trendChart(byId("chart"), seen.steps, await ask(`evaluations?after=${from}`));
+  // the score before the first step shown is of the step before, and 0 is the initial model's
+  const before = (seen.steps[0]?.step ?? 0) - 2;
+  trendChart(byId("chart"), seen.steps, await ask(before < 0 ? "evaluations" : `evaluations?after=${before}`));
 }
 
 // -- tables --
@@ -104,7 +105,7 @@ function groupRow(group) {
   const open = element("button", { class: "link", type: "button", "data-group": line(group.id, 64) }, line(group.id, 8).slice(0, 8));
   open.addEventListener("click", () => guarded(() => showGroup(group.id)));
   const admitted = group.verdict === "admitted";
-  const mild = ["uninformative", "peer_quota", "stale", "replayed", "equivocation"].includes(group.verdict);
+  const mild = ["uninformative", "stale", "replayed", "equivocation"].includes(group.verdict);
   const verdict = element("td", {}, element("span", { class: `verdict ${admitted ? "admitted" : mild ? "mild" : ""}` }, line(group.verdict, 40).replaceAll("_", " ")));
   if (group.detail) verdict.append(element("bdi", { class: "detail", title: line(group.detail, 400) }, line(group.detail, 200)));
   return element(
