@@ -19,9 +19,9 @@ from typing import Any
 import torch
 
 from node.batching import MicroBatch, micro_batches
-from node.checkpoint import CheckpointError
 from node.config import TrainConfig
 from node.interfaces import Batch, Interrupted, StepSkipped, TrainGroup, UpdateStats
+from node.memory import out_of_memory
 from node.models import ModelBundle, ModelError, load_model
 from node.training import files, lora
 from node.training.critic import Critic
@@ -204,7 +204,7 @@ class LocalTrainer:
                 return job()
             except (RuntimeError, MemoryError) as error:
                 self._drop_gradients()
-                if not _out_of_memory(error):
+                if not out_of_memory(error):
                     raise
                 if self.config.gradient_checkpointing == "auto" and not self.recompute:
                     counts.oom_retries += 1
@@ -317,12 +317,7 @@ class LocalTrainer:
 
     def load(self, directory: Path) -> None:
         """Inverse of `save`, in place. Raises CheckpointError."""
-        if lora.has_adapters(directory) != bool(self.config.lora_rank):
-            rank = lora.settings_of(directory).lora_rank if lora.has_adapters(directory) else 0
-            raise CheckpointError(
-                f"{directory} is of a run with train.lora_rank = {rank}, and it is {self.config.lora_rank} now ; set "
-                "it back, or give another --home"
-            )
+        lora.check_kind(directory, self.config.lora_rank)
         if self.config.lora_rank:
             lora.load_adapters(self.model, self.weights.masters, directory)
         else:
@@ -350,10 +345,3 @@ class LocalTrainer:
 def _stop_if(should_stop: Callable[[], bool]) -> None:
     if should_stop():
         raise Interrupted("a stop was asked for during the update; the step is repeated at the next start")
-
-
-def _out_of_memory(error: BaseException) -> bool:
-    if isinstance(error, MemoryError | torch.OutOfMemoryError):
-        return True
-    # the CPU allocator has no exception type of its own
-    return "DefaultCPUAllocator" in str(error) or "not enough memory" in str(error)

@@ -121,6 +121,16 @@ def has_adapters(directory: Path) -> bool:
     return (directory / SETTINGS).exists()
 
 
+def check_kind(directory: Path, rank: int) -> None:
+    """Raises CheckpointError where a checkpoint is of adapters and a run is not, or the other way round."""
+    there = settings_of(directory).lora_rank if has_adapters(directory) else 0
+    if bool(there) != bool(rank):
+        raise CheckpointError(
+            f"{directory} is of a run with train.lora_rank = {there}, and it is {rank} now ; set it back, or give "
+            "another --home"
+        )
+
+
 def settings_of(directory: Path) -> TrainConfig:
     """The settings that adapters on disk were trained with, the `lora_` ones of them. Raises CheckpointError."""
     path = directory / SETTINGS
