@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
+from rich.console import Console, Group
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
@@ -40,10 +40,12 @@ class LiveTable:
         if self._live is None:
             self._show_plain(members)
             return
-        table = Table(*COLUMNS, title="Shoal: a swarm on this machine", caption="Ctrl-C stops; make run goes on")
+        table = Table(*COLUMNS[:-1], title="Shoal: a swarm on this machine", caption="Ctrl-C stops; make run goes on")
         for member in members:
-            table.add_row(*(Text(cell) for cell in row(member)))  # Text: what an error quotes is no markup
-        self._live.update(table, refresh=True)
+            table.add_row(*(Text(cell) for cell in row(member)[:-1]))  # Text: what an error quotes is no markup
+        # under the table, where no narrow column cuts an address or a path off
+        pages = [Text(f"{member.name}  {page(member)}  {member.note}".rstrip()) for member in members]
+        self._live.update(Group(table, *pages), refresh=True)
 
     def _show_plain(self, members: Sequence["Member"]) -> None:
         """A line when a node's state, step or note changed, at most every PLAIN_SECONDS for steps."""
@@ -83,8 +85,13 @@ def row(member: "Member") -> tuple[str, ...]:
         f"{status['tokens_per_second']:.0f}",
         f"{status['own_groups']} + {status['foreign_groups']}",
         str(status["peers"]),
-        f"http://127.0.0.1:{member.web_port}",
+        page(member),
     )
+
+
+def page(member: "Member") -> str:
+    """The address of the node's status page."""
+    return f"http://127.0.0.1:{member.web_port}"
 
 
 def number(value: Any) -> str:

@@ -60,6 +60,14 @@ def test_on_a_terminal_it_is_a_live_table(member: Member) -> None:
         assert cell in shown.getvalue()
 
 
+def test_a_narrow_terminal_cuts_off_neither_address_nor_path(member: Member) -> None:
+    shown = io.StringIO()
+    member.note = "stopped; step 13 is saved in /some/where"
+    with LiveTable(Console(file=shown, force_terminal=True, width=80)) as table:
+        table.show([member])
+    assert "http://127.0.0.1:8421  stopped; step 13 is saved in /some/where" in shown.getvalue()
+
+
 def test_elsewhere_it_is_a_line_when_something_changes(member: Member, monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
     monkeypatch.setattr("node.local_table.time.monotonic", lambda: now)
