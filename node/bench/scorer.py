@@ -71,9 +71,9 @@ async def _row(name: str, specs: Sequence[EnvironmentSpec], groups: int, laps: i
                 known[ref.environment, ref.version].score(ref.seed, ref.index, text).reward for ref, text in items
             ]
             spent = watch.lap()["cpu_seconds"]
-            began = await _processor_seconds(scorer)
+            began = await processor_seconds(scorer)
             scores = await scorer.score(items)
-            ours = await _processor_seconds(scorer) - began
+            ours = await processor_seconds(scorer) - began
             for (ref, text), score, reward in zip(items, scores, expected, strict=True):
                 if score.reward != reward:
                     said = score.failure or score.reward
@@ -92,7 +92,7 @@ async def _row(name: str, specs: Sequence[EnvironmentSpec], groups: int, laps: i
     }
 
 
-async def _processor_seconds(scorer: Scorer) -> float:
+async def processor_seconds(scorer: Scorer) -> float:
     """Of this process, the scorer's and its children, those that have ended too."""
     worker = psutil.Process(scorer.pid)
     while len(children := worker.children()) > 1:  # noqa: ASYNC110 - a child ends just after its last answer

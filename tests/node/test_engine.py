@@ -116,37 +116,19 @@ async def test_frequencies_follow_the_model(bundle: ModelBundle) -> None:
     assert (found - wanted).abs().max() < 5 * (wanted.max() / 4000) ** 0.5
 
 
-async def test_equal_beginnings_are_computed_once(bundle: ModelBundle, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_equal_beginnings_are_computed_once(bundle: ModelBundle, forwarded: list[int]) -> None:
     """Close to greedy, all samples of a group agree, so there is one row a token and not n."""
-    rows: list[int] = []
-    forward = decoding._forward
-
-    def counted(bundle: ModelBundle, token_ids: torch.Tensor, *others: object) -> torch.Tensor:
-        rows.append(len(token_ids))
-        return forward(bundle, token_ids, *others)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(decoding, "_forward", counted)
     groups = await collect(TransformersEngine(bundle, Device()), [ask("x", (9, 4, 77), n=8, new=6, temperature=1e-4)])
     assert len({sample.token_ids for sample in groups["x"].samples}) == 1
-    assert rows == [3, *[1] * (len(groups["x"].samples[0].token_ids) - 1)]
+    assert forwarded == [3, *[1] * (len(groups["x"].samples[0].token_ids) - 1)]
 
 
-async def test_prompts_that_begin_alike_are_computed_together(
-    bundle: ModelBundle, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rows: list[int] = []
-    forward = decoding._forward
-
-    def counted(bundle: ModelBundle, token_ids: torch.Tensor, *others: object) -> torch.Tensor:
-        rows.append(len(token_ids))
-        return forward(bundle, token_ids, *others)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(decoding, "_forward", counted)
+async def test_prompts_that_begin_alike_are_computed_together(bundle: ModelBundle, forwarded: list[int]) -> None:
     begun = tuple(range(3, 203)) + tuple(range(3, 103))
     requests = [ask(str(i), (*begun, 200 + i, 7), n=1, new=1) for i in range(12)]
     assert sum(len(request.prompt_ids) for request in requests) > decoding.PREFILL_TOKENS
     await collect(TransformersEngine(bundle, Device()), requests)
-    assert rows == [len(begun) + 12 * 2]
+    assert forwarded == [len(begun) + 12 * 2]
 
 
 async def test_closing_the_iterator_stops_the_model(bundle: ModelBundle, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,9 +148,11 @@ async def test_closing_the_iterator_stops_the_model(bundle: ModelBundle, monkeyp
     )
     first = await anext(iterator)
     assert first.key == "a"
+    started, before = time.monotonic(), steps
     await iterator.aclose()  # type: ignore[attr-defined]
     await device.run(lambda: None)
-    assert steps < 400  # of 500
+    assert time.monotonic() - started < 1.0
+    assert steps <= before + 10  # of 500; one or two, and what the thread does until it hears of it
 
 
 async def test_what_goes_wrong_on_the_model_thread_is_raised_to_the_reader(

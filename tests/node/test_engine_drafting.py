@@ -33,17 +33,9 @@ async def run(bundle: ModelBundle, knee: float, *requests: PromptRequest) -> dic
 
 @pytest.mark.parametrize("temperature", [1.0, 0.15, 1e-4])
 async def test_what_is_sampled_is_the_same_with_guesses_and_without(
-    bundle: ModelBundle, temperature: float, monkeypatch: pytest.MonkeyPatch
+    bundle: ModelBundle, temperature: float, forwarded: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rows of different lengths, starts, samples that stop amid their guesses and at their budget."""
-    passes: list[int] = []
-    forward = decoding._forward
-
-    def counted(bundle: ModelBundle, token_ids: torch.Tensor, *others: object) -> torch.Tensor:
-        passes.append(len(token_ids))
-        return forward(bundle, token_ids, *others)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(decoding, "_forward", counted)
     monkeypatch.setattr(drafting, "PAYS", -1.0)
     monkeypatch.setattr(drafting, "STILL_PAYS", -1.0)  # guesses are computed from the first one on
     start = Sample((9, 8, 7, 9, 8), (-1.0,) * 5, "aborted", 0)
@@ -53,16 +45,16 @@ async def test_what_is_sampled_is_the_same_with_guesses_and_without(
         ask("c", (3,), n=1, new=60, temperature=temperature),
     ]
     plain = await run(bundle, 0.0, *requests)
-    without, tokens = len(passes), sum(passes)
-    passes.clear()
-    guessed = await run(bundle, 1e6, *requests)  # passes cost nothing more: guess whenever there is a guess
-    assert sum(passes) > tokens - without or temperature == 1.0
+    without, tokens = len(forwarded), sum(forwarded)
+    forwarded.clear()
+    guessed = await run(bundle, 1e6, *requests)  # forwarded cost nothing more: guess whenever there is a guess
+    assert sum(forwarded) > tokens - without or temperature == 1.0
     for request in requests:
         for ours, theirs in zip(guessed[request.key], plain[request.key], strict=True):
             assert (ours.token_ids, ours.finish) == (theirs.token_ids, theirs.finish)
             torch.testing.assert_close(torch.tensor(ours.logprobs), torch.tensor(theirs.logprobs), atol=1e-4, rtol=0)
     if temperature == 1e-4:  # greedy text of a small model runs in circles
-        assert len(passes) < 0.6 * without
+        assert len(forwarded) < 0.6 * without
 
 
 async def test_the_first_token_of_a_guess_has_the_frequency_that_the_model_gives_it(bundle: ModelBundle) -> None:

@@ -79,19 +79,11 @@ async def test_chunks_add_up_to_the_undivided_pass(bundle: ModelBundle) -> None:
     check_logprobs(bundle, PROMPT, [sample])
 
 
-async def test_equal_starts_are_computed_once(bundle: ModelBundle, monkeypatch: pytest.MonkeyPatch) -> None:
-    rows: list[int] = []
-    forward = decoding._forward
-
-    def counted(bundle: ModelBundle, token_ids: torch.Tensor, *others: object) -> torch.Tensor:
-        rows.append(len(token_ids))
-        return forward(bundle, token_ids, *others)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(decoding, "_forward", counted)
+async def test_equal_starts_are_computed_once(bundle: ModelBundle, forwarded: list[int]) -> None:
     starts = (Sample((9, 8, 7), (-1.0,) * 3, "aborted", 0), Sample((9, 8, 6), (-1.0,) * 3, "length", 0))
     await run(TransformersEngine(bundle, Device()), replace(ask(n=4, new=4), starts=starts))
-    assert rows[0] == len(PROMPT) + 4  # the prompt, 9, 8, 7 and 6
-    assert rows[1] <= 2  # the two that begin at the prompt; those with starts have drawn their last token
+    assert forwarded[0] == len(PROMPT) + 4  # the prompt, 9, 8, 7 and 6
+    assert forwarded[1] <= 2  # the two that begin at the prompt; those with starts have drawn their last token
 
 
 async def test_a_stop_yields_everything_with_the_tokens_it_has(

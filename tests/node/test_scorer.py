@@ -4,81 +4,19 @@ import asyncio
 import os
 import re
 import time
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import psutil
 import pytest
 
+from node.bench.scorer import processor_seconds
 from node.environments.known import reasoning_gym_version
 from node.interfaces import Score
 from node.scorer import MAX_ANSWER_BYTES, Scorer, ScorerError
 from node.scorer_wire import Done, frame
 from protocol.manifest import EnvironmentSpec, embedded_manifest
 from protocol.rollout import TaskRef
-
-DEADLINE = 0.5
-
-EVALUATING = """
-from node.interfaces import Message, Score, Task
-
-def attempt(call, *values):
-    try:
-        return call(*values)
-    except OSError:
-        return None
-
-class Evaluating:
-    "What no environment may be: it evaluates the answer. Here it stands for the scorer bug that nobody knew of."
-    name, version = "evaluating", "1"
-
-    def __init__(self, settings): ...
-
-    def task(self, seed, index):
-        if index == 13:
-            raise ValueError("no task 13")
-        return Task((Message("user", f"{seed}/{index}"),), 8)
-
-    def score(self, seed, index, answer):
-        known = {"__builtins__": __builtins__, "attempt": attempt}
-        return Score(float(eval(answer, known) == 42), True)
-
-    def gold(self, seed, index):
-        if index == 13:
-            raise ValueError("no task 13")
-        return "6 * 7" if index else None
-
-    def self_check(self):
-        return []
-"""
-REF = TaskRef("evaluating", "1", 1, 1)
-
-
-def install(site: Path, module: str, source: str, entry_point: str) -> None:
-    """What `pip install` leaves behind for a one-file distribution."""
-    info = site / f"{module}-1.dist-info"
-    info.mkdir(parents=True)
-    (site / f"{module}.py").write_text(source)
-    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {module}\nVersion: 1\n")
-    (info / "entry_points.txt").write_text(f"[shoal.environments]\n{entry_point}\n")
-
-
-@pytest.fixture
-async def evaluating(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Scorer]:
-    install(tmp_path / "site", "evaluating", EVALUATING, "evaluating@1 = evaluating:Evaluating")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "site"))
-    scorer = Scorer([EnvironmentSpec("evaluating", "1", 1, {})], deadline=DEADLINE, memory_mb=512, clock=time.monotonic)
-    await scorer.start()
-    yield scorer
-    await scorer.close()
-
-
-@pytest.fixture
-async def embedded() -> AsyncIterator[Scorer]:
-    scorer = Scorer(embedded_manifest("t", 0).environments, deadline=5, memory_mb=1024, clock=time.monotonic)
-    await scorer.start()
-    yield scorer
-    await scorer.close()
+from tests.node.evaluating import DEADLINE, EVALUATING, REF, install
 
 
 def confined(scorer: Scorer) -> None:
@@ -286,9 +224,12 @@ async def test_hanging_foreign_answers_hold_own_scoring_up_by_one_deadline(evalu
     foreign = asyncio.create_task(evaluating.score([(REF, "9**9**9**9")] * 6, foreign=True))
     await asyncio.sleep(0.1)
     hung = evaluating.restarts
+    began = time.monotonic()
     (score,) = await evaluating.score([(REF, "42")])
+    assert time.monotonic() - began < DEADLINE + 1.0
     assert score.reward == 1
     assert evaluating.restarts - hung <= 1
+    assert not foreign.done()
     assert all("deadline" in (score.failure or "") for score in await foreign)
 
 
@@ -376,7 +317,9 @@ async def test_known_evaluating_scorers_do_not_evaluate(tmp_path: Path) -> None:
         "(1).__class__",
         "x" * 60_000,
     ]
+    began = await processor_seconds(scorer)
     scores = await scorer.score([(TaskRef(name, version, 3, 0), text) for name in names for text in texts])
+    assert await processor_seconds(scorer) - began < 10
     await scorer.close()
     assert all(score.reward == 0 and score.failure is None for score in scores)
     assert not (tmp_path / "X").exists()

@@ -58,7 +58,7 @@ async def test_stop_is_fast_with_open_streams_and_idle_connections(view, clock):
             assert answer.status == 200
         started = time.perf_counter()
         await server.stop()
-        assert time.perf_counter() - started < 10.0  # not the minute that aiohttp waits for open connections
+        assert time.perf_counter() - started < 1.0
         for stream in streams:
             stream.close()
         with pytest.raises(aiohttp.ClientConnectionError):
@@ -81,7 +81,7 @@ async def test_stop_is_fast_while_an_answer_hangs(view, clock):
         await asyncio.sleep(0.05)
         started = time.perf_counter()
         await server.stop()
-        assert time.perf_counter() - started < 10.0  # not the minute that aiohttp waits for open connections
+        assert time.perf_counter() - started < 1.0
         with pytest.raises(aiohttp.ClientError):
             await hanging
 
