@@ -269,7 +269,9 @@ class SwarmConfig(Section):
     foreign_adaptive: bool = Field(False, description="lower J while the held-out score is below its best")
     foreign_ratio: Literal["self", "behaviour"] = Field("self", description="importance ratio of foreign tokens")
     max_group_uses: int = Field(3, ge=1, le=100, description="how often one foreign group may be trained on")
-    max_producer_share: float = Field(1.0, gt=0, le=1, description="share of J that one producer may fill")
+    max_producer_share: float = Field(
+        1.0, gt=0, le=1, description="share of J that one producer may fill; the manifest may say less"
+    )
     join: str = Field("", description="invite to join at start (shoal:...)")
 
     @model_validator(mode="after")
