@@ -61,6 +61,9 @@ class Environment(Protocol):
     def gold(self, seed: int, index: int) -> str | None:
         """An answer that scores 1, for a warm start (node/offline); None where none is known. May be left out."""
 
+    def prepare(self, seed: int, index: int) -> None:
+        """Make a task that is costly to make and keep it, in the process whose children score. May be left out."""
+
     def self_check(self) -> Sequence[str]:
         """Problems found on a sample of tasks (gold answer not scoring 1, prompt over budget); empty is good."""
 

@@ -18,7 +18,8 @@ import select
 import signal
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
 
@@ -73,6 +74,7 @@ def main() -> None:
 
 def _pass_on(incoming: int, outgoing: int, setup: Setup, environments: Environments) -> None:
     """Give chunks to children and their replies to the daemon, until it closes the pipe."""
+    signal.signal(signal.SIGALRM, _late)
     decoder = msgspec.msgpack.Decoder(Chunk)
     first = _Child(setup, environments)
     os.write(outgoing, frame(Ready(first.isolation)))
@@ -83,6 +85,7 @@ def _pass_on(incoming: int, outgoing: int, setup: Setup, environments: Environme
         child: _Child | None = None
         try:
             if alone:
+                _prepare(environments, jobs, setup.deadline)
                 child = _Child(setup, environments, cpu_seconds=math.ceil(len(jobs) * setup.deadline) + 1)
             else:
                 child = lasting = lasting or _Child(setup, environments)
@@ -99,6 +102,28 @@ def _pass_on(incoming: int, outgoing: int, setup: Setup, environments: Environme
 def _may_evaluate(environments: Environments, job: Job) -> bool:
     environment = environments.get((job.ref.environment, job.ref.version))
     return getattr(environment, "evaluates", True)  # who does not say may
+
+
+class _Late(BaseException):
+    """Out of time; what third-party code raises and catches is another matter."""
+
+
+def _late(*_: object) -> None:
+    raise _Late
+
+
+def _prepare(environments: Environments, jobs: Sequence[Job], seconds: float) -> None:
+    """Make the tasks that environments keep, as far as that gets in `seconds`."""
+    try:
+        signal.setitimer(signal.ITIMER_REAL, seconds)
+        for ref in dict.fromkeys(job.ref for job in jobs):
+            prepare = getattr(environments.get((ref.environment, ref.version)), "prepare", None)
+            if prepare is not None:
+                with suppress(Exception):  # the child meets it again and reports it
+                    prepare(ref.seed, ref.index)
+        signal.setitimer(signal.ITIMER_REAL, 0)
+    except _Late:
+        return
 
 
 class _Ended(Exception):

@@ -94,6 +94,10 @@ class ReasoningGym:
         reward = raw if self.name in GRADED and parsed else float(solved)
         return Score(reward=reward, parsed=solved or parsed, parts={} if raw in (0.0, 1.0) else {"raw": float(raw)})
 
+    def prepare(self, seed: int, index: int) -> None:
+        """Make the task and keep it for `task`, `score` and `gold`."""
+        self._entry(seed, index)
+
     def gold(self, seed: int, index: int) -> str | None:
         """The dataset's answer; some datasets accept many answers and give none."""
         answer = self._entry(seed, index)[1]["answer"]
