@@ -94,6 +94,11 @@ def connect(home: Home, timeout: float = TIMEOUT) -> Client:
     """A client of the daemon on this home. Raises NotInitialised, DaemonUnreachable."""
     token = home.token()
     info = home.daemon()
+    if info is None and (pid := home.holder()) is not None:
+        raise DaemonUnreachable(
+            f"process {pid} holds {home.path}, but does not answer yet ; a node takes up to a minute to start: try "
+            "again, or see `shoal logs`"
+        )
     if info is None:
         raise DaemonUnreachable(f"no daemon runs on {home.path} ; start it with `shoal up`")
     return Client(info.url, token, timeout)

@@ -6,6 +6,7 @@ recover -> agreement check -> train. Nothing before the training needs a peer, e
 
 import asyncio
 import functools
+import json
 import logging
 import os
 import signal
@@ -14,11 +15,8 @@ import time
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, NoReturn
 
-import psutil
-import torch
-
 from node.checkpoint import CheckpointStore
-from node.device import Device
+from node.device import Device, use_threads
 from node.engines.agreement import check_agreement
 from node.engines.choose import make_engines
 from node.engines.transformers import TransformersEngine
@@ -33,7 +31,7 @@ from node.progress import Progress
 from node.rescore import Rescorer
 from node.rollouts import prompts
 from node.scheduling.own import schedule
-from node.scorer import Scorer
+from node.scorer import Scorer, make_scorer
 from node.settings import Settings
 from node.training.distill import load_teacher
 from node.training.local import LocalTrainer
@@ -61,11 +59,22 @@ class Stopped(Exception):
     """A stop was asked for, or the step goal is reached."""
 
 
-def run(home: Home, settings: Settings, *, steps: int | None = None, stay: bool = False) -> NoReturn:
-    """Run a node until it is stopped or, without `stay`, has done `steps` updates; ends the process."""
-    with home.lock():
-        daemon = Daemon(home, settings, clock=time.time)
-        code = asyncio.run(daemon.main(steps, stay))
+def run(
+    home: Home, settings: Settings, *, steps: int | None = None, stay: bool = False, as_json: bool = False
+) -> NoReturn:
+    """Run a node until it is stopped or, without `stay`, has done `steps` updates; ends the process.
+
+    The caller holds the home's lock. `as_json`: print how it ended.
+    """
+    daemon = Daemon(home, settings, clock=time.time)
+    code = asyncio.run(daemon.main(steps, stay))
+    if as_json:
+        ended = {
+            "state": "FAILED" if code else "STOPPED",
+            "reason": daemon.farewell,
+            "peer_id": daemon.identity.peer_id,
+        }
+        print(json.dumps(ended))  # noqa: T201 - the one value on stdout
     leave(home, code)
 
 
@@ -99,6 +108,8 @@ class Daemon:
         self.scorer: Scorer | None = None
         self.exchange: Exchange | None = None
         self.loop: Loop | None = None
+        self.farewell = ""
+        """What is saved, once the node has ended."""
         swarm = home.swarm()
         self.transport = Libp2pTransport(
             self.identity, [self._listen()], announce=self.config.network.announce, psk=swarm.psk
@@ -160,6 +171,8 @@ class Daemon:
             await web.start()
             self.home.write_daemon(DaemonInfo(os.getpid(), web.url, self.started_at, self.transport.addresses()))
             self._keep_port()
+            log.info("the status page is at %s ; sign in with: shoal open", web.url)
+            log.info("node %s listens at %s", self.identity.peer_id, ", ".join(self.transport.addresses()))
             async with asyncio.TaskGroup() as services:
                 for name, service in (
                     ("transport", self._watch_transport()),
@@ -198,14 +211,8 @@ class Daemon:
         check_local_limits(manifest, self.clock(), max_group_mb=self.config.limits.group_mb)
         serve_manifest(self.transport, manifest, self.clock)
         self.progress.say("STARTING", "starting the scorer and loading the model")
-        self.scorer = Scorer(
-            manifest.environments,
-            deadline=self.config.limits.scorer_seconds,
-            memory_mb=self.config.limits.scorer_memory_mb,
-            clock=time.monotonic,
-        )
+        self.scorer = make_scorer(manifest.environments, self.config.limits)
         async with self.progress.during("load"):
-            await self.scorer.start()
             engines, parts = await self._make_parts(manifest, self.scorer)
         self.loop = Loop(parts)
         if self.progress.paused is not None:
@@ -245,16 +252,13 @@ class Daemon:
         if manifest is not None:
             return manifest
         digest = self.home.swarm().manifest_digest
-        tried = 0
         while True:
             peers = self.transport.peers()
-            self.progress.say(
-                "WAITING",
-                f"no peer of the invite has sent the swarm's manifest yet ({tried} tries, {len(peers)} connected)",
-                "check that the inviting node is up and its port reachable",
-            )
+            missing = "no peer of the invite is reachable yet"
             if peers:
-                tried += 1
+                missing = f"{len(peers)} connected, but none has sent the swarm's manifest yet"
+            self.progress.say("WAITING", missing, "check that the inviting node is up and its port reachable")
+            if peers:
                 try:
                     raw = await fetch_manifest(
                         self.transport, digest, peers, timeout=self.config.network.request_timeout
@@ -268,8 +272,7 @@ class Daemon:
             await asyncio.sleep(0.5)
 
     def _load(self) -> tuple[Setup, ModelBundle]:
-        """On the model thread, whose torch threads this sets: two oversubscribed threads are slower than one."""
-        torch.set_num_threads(self.config.node.threads or psutil.cpu_count(logical=False) or 1)
+        use_threads(self.config.node.threads)
         model = self.config.model
         setup = prepare(self.config, models_dir())
         return setup, load_model(model.path, device=model.device, dtype=model.dtype, models=models_dir())
@@ -278,7 +281,12 @@ class Daemon:
         self, manifest: Manifest, scorer: Scorer
     ) -> tuple[Sequence[TransformersEngine | VllmEngine], Parts]:
         config = self.config
-        setup, bundle = await self.device.run(self._load)
+        starting = asyncio.create_task(scorer.start())  # its imports take as long as loading a model does
+        try:
+            setup, bundle = await self.device.run(self._load)
+            await starting
+        finally:
+            starting.cancel()
         self.bundle, self.engine = bundle, setup.choice.why
         self.history.event("info", "engine", self.engine)
         trainer = await self.device.run(
@@ -353,8 +361,8 @@ class Daemon:
             said = f"step {saved} is saved (checkpoint of step {base} and {saved - base} journalled updates)"
             if saved == 0:
                 said = "stopped before the first step was done: there is nothing to save yet"
-        self.history.event("info", "stop", said)
-        print(f"shoal: {said}", flush=True)  # noqa: T201 - the last words of the process
+        self.farewell = said
+        self.history.event("info", "stop", said)  # the last words of the process, in its log too
         self.device.close()
         self.history.close()
         self.store.close()

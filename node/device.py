@@ -5,7 +5,15 @@ import concurrent.futures
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
+import psutil
+import torch
+
 T = TypeVar("T")
+
+
+def use_threads(threads: int) -> None:
+    """Of this thread's torch; 0: one a core, because two on one core are slower than one."""
+    torch.set_num_threads(threads or psutil.cpu_count(logical=False) or 1)
 
 
 class Device:

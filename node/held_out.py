@@ -1,5 +1,6 @@
 """Held-out scores of the policy as it trains, made up for where one failed, and the weights that had the best one."""
 
+import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -10,6 +11,8 @@ from swarm.experience import StoreError
 
 if TYPE_CHECKING:
     from node.loop import Parts
+
+log = logging.getLogger(__name__)
 
 RETRIES = 3
 """Step boundaries at which a failed evaluation is tried again before it waits for its next turn."""
@@ -33,16 +36,20 @@ class Evaluations:
         p = self.parts
         async with p.progress.during("evaluate"):
             try:
-                scores = await held_out(p.engine, p.bundle, p.scorer, p.config, p.manifest)
+                scores = await held_out(p.engine, p.bundle, p.scorer, p.config, p.manifest, self._count)
                 mean = sum(scores.values()) / len(scores)
                 await self._keep_best(mean)
                 p.history.record_evaluation(p.trainer.step, scores)
                 self._judge(mean)
+                log.info("step %d has a held-out score of %.3f", p.trainer.step, mean)
             except (ScorerError, StoreError) as error:
                 self._failed += 1
                 p.history.event("error", "evaluate", f"step {p.trainer.step} has no held-out score: {error}")
             else:
                 self._failed = 0
+
+    def _count(self, tasks: int, sampled: int) -> None:
+        self.parts.progress.count = sampled, tasks
 
     async def _keep_best(self, mean: float) -> None:
         """Export the weights if they beat those exported and the score that training started from."""

@@ -69,6 +69,14 @@ class History:
         if step % TRIM_EVERY == 0:
             self._thin(step - KEPT_STEPS)
 
+    def forget_after(self, step: int) -> None:
+        """Drop what is known of later steps: they were lost with a damaged checkpoint, and will be done anew."""
+        try:
+            for table in ("steps", "evaluations"):
+                self._database.execute(f"DELETE FROM {table} WHERE step > ?", step)
+        except StoreError as error:
+            log.error("steps after %d stay in the history until they are done anew: %s", step, error)
+
     def _thin(self, last: int) -> None:
         """Of steps and held-out scores up to step `last`, keep a few."""
         self._database.execute(

@@ -98,7 +98,7 @@ class Home:
     """Paths and small files of one node. `passphrase` opens (or, in `init`, seals) its identity."""
 
     def __init__(self, path: Path | str | None = None, passphrase: str | None = None) -> None:
-        self.path = Path(path).expanduser().absolute() if path else default_home().expanduser().absolute()
+        self.path = (Path(path) if path else default_home()).expanduser().resolve()
         self.passphrase = passphrase or os.environ.get("SHOAL_PASSPHRASE") or None
         self.config_path = self.path / "config.toml"
         self.identity_path = self.path / "identity.key"
@@ -178,6 +178,14 @@ class Home:
                 yield
             finally:
                 file.truncate(0)
+
+    def holder(self) -> int | None:
+        """The living process that holds the home, as it wrote itself down."""
+        try:
+            text = self.lock_path.read_text().strip()
+        except OSError:
+            return None
+        return int(text) if text.isdigit() and psutil.pid_exists(int(text)) else None
 
     def write_daemon(self, info: DaemonInfo) -> None:
         write_atomic(self.daemon_path, json.dumps(asdict(info)).encode(), 0o600)

@@ -22,6 +22,7 @@ from node.client import DaemonUnreachable, RequestRefused, connect
 from node.history import History
 from node.home import Home, NoSwarm
 from node.local_table import LiveTable
+from node.logs import FILE_BYTES
 from node.settings import ConfigError, Settings
 from protocol.invite import Invite
 from protocol.manifest import embedded_manifest
@@ -182,6 +183,8 @@ def _start(member: Member, nodes: int, steps: int | None, settings: Sequence[str
         command += ["--steps", str(steps)]
     for flag in flags:
         command += ["--set", flag]
+    if member.log.exists() and member.log.stat().st_size > FILE_BYTES:
+        member.log.replace(member.log.with_suffix(".log.1"))
     with member.log.open("ab") as log:
         # its own session: Ctrl-C reaches this process only, which then stops the nodes in order
         member.process = subprocess.Popen(

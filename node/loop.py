@@ -40,7 +40,7 @@ from node.replay import replay
 from node.rollouts import Rollout, to_group, train_group
 from node.routing import bounded
 from node.scorer import Scorer
-from node.summary import summarise
+from node.summary import in_words, summarise
 from node.training import lora
 from node.training.distill import taught
 from protocol.manifest import Manifest
@@ -115,6 +115,7 @@ class Loop:
             self._checkpointed_at = min(p.clock(), recovery.directory.stat().st_mtime)
         await replay(p, records, apply=self._apply, restore=self._restore)
         self.saved = p.trainer.step
+        p.history.forget_after(p.trainer.step)
         await p.engine.update_weights(p.trainer.step)
         kept = self.own.go_on()
         if recovery.directory is not None or records:
@@ -172,9 +173,10 @@ class Loop:
             rollout_seconds=p.progress.stages.get("rollout", 0.0),
             seconds=p.clock() - started,
         )
-        record = JournalRecord(step, batch, self._state(), summary, p.config.train.model_dump(mode="json"))
+        record = JournalRecord(step, batch, self.state(), summary, p.config.train.model_dump(mode="json"))
         await self._journal(record)
         await self._apply(record)
+        log.info("%s", in_words(step, summary, p.progress.stages["update"]))
 
         if p.config.eval.every and step % p.config.eval.every == 0:
             await self.evaluations.take()
@@ -251,7 +253,7 @@ class Loop:
         p = self.parts
         async with p.progress.during("checkpoint"):
             try:
-                await p.device.run(p.checkpoints.save, p.trainer.step, p.trainer.save, self._state())
+                await p.device.run(p.checkpoints.save, p.trainer.step, p.trainer.save, self.state())
             except CheckpointError as error:
                 p.history.event("error", "checkpoint", str(error))
         self._checkpointed_at = p.clock()
@@ -276,7 +278,8 @@ class Loop:
                 "set model.path back to it, or give another --home"
             )
 
-    def _state(self) -> dict[str, Any]:
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint and a journalled update say of the node besides its weights."""
         return {
             "model": model_mark(self.parts.bundle),
             "sampler": self.parts.sampler.state(),

@@ -1,10 +1,13 @@
 """Where the node is right now, in words a person can act on: state, reason, next action, stage and since when."""
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Literal
+
+log = logging.getLogger(__name__)
 
 State = Literal["STARTING", "RESUMING", "TRAINING", "WAITING", "PAUSED", "IDLE", "STOPPING", "FAILED"]
 
@@ -25,6 +28,8 @@ class Progress:
     next: str = ""
     stage: str = "start"
     since: float = 0.0
+    count: tuple[int, int] | None = None
+    """How many parts of the stage are done, and of how many, where it is made of parts."""
     paused: str | None = None
     """Why, while the node is paused or about to be."""
     last_step_at: float | None = None
@@ -35,6 +40,8 @@ class Progress:
     stages: dict[str, float] = field(default_factory=dict)
 
     def say(self, state: State, reason: str = "", next: str = "") -> None:
+        if (state, reason) != (self.state, self.reason):
+            log.info("%s  %s", state, "; ".join(filter(None, (reason, next))))
         self.state, self.reason, self.next = state, reason, next
 
     def told(self) -> tuple[State, str, str]:
@@ -56,8 +63,8 @@ class Progress:
     @asynccontextmanager
     async def during(self, stage: str) -> AsyncIterator[None]:
         """Name the stage, time it, and raise StageTimeout when it outlives its deadline."""
-        outer, outer_since = self.stage, self.since
-        self.stage, self.since = stage, self.clock()
+        outer, outer_since, outer_count = self.stage, self.since, self.count
+        self.stage, self.since, self.count = stage, self.clock(), None
         try:
             async with asyncio.timeout(self.deadline) as limit:
                 yield
@@ -70,4 +77,4 @@ class Progress:
             ) from error
         finally:
             self.stages[stage] = self.stages.get(stage, 0.0) + self.clock() - self.since
-            self.stage, self.since = outer, outer_since
+            self.stage, self.since, self.count = outer, outer_since, outer_count

@@ -2,7 +2,7 @@
 
 import hashlib
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -129,10 +129,18 @@ async def sample(
     refs: Sequence[TaskRef],
     seeds: Sequence[int],
     n: int,
+    sampled: Callable[[int], None] | None = None,
 ) -> list[Rollout]:
-    """Sample and score `n` completions of each task; rollouts come back in the order of `refs`."""
+    """Sample and score `n` completions of each task; rollouts come back in the order of `refs`.
+
+    `sampled` is told how many tasks are sampled, as they are.
+    """
     requests = await requests_of(bundle, scorer, config, refs, seeds, n, range(len(refs)))
-    groups = {group.key: group.samples async for group in engine.generate(requests)}
+    groups = {}
+    async for group in engine.generate(requests):
+        groups[group.key] = group.samples
+        if sampled is not None:
+            sampled(len(groups))
     return await scored(
         bundle,
         scorer,

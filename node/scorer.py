@@ -11,11 +11,13 @@ import logging
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable, Sequence
 from typing import Final
 
 import msgspec
 
+from node.config import LimitsConfig
 from node.interfaces import Score, Task
 from node.scorer_wire import (
     LENGTH,
@@ -270,7 +272,11 @@ class Scorer:
         if process.returncode is None:
             with contextlib.suppress(ProcessLookupError):  # it has just ended by itself
                 os.killpg(process.pid, signal.SIGKILL)
-        await process.wait()
+        try:
+            async with asyncio.timeout(GRACE_SECONDS):
+                await process.wait()
+        except TimeoutError:  # the kernel ends it when it can: it holds nothing that the next one needs
+            log.error("the scorer process %d was killed and is not gone yet", process.pid)
 
     async def _take_turn(self, foreign: bool) -> None:
         if foreign and self._foreign_waiting >= MAX_WAITING:
@@ -294,6 +300,11 @@ class Scorer:
         self._busy = False  # at once: who is cancelled while it waits for the lock must not keep the turn for ever
         async with self._turn:
             self._turn.notify_all()
+
+
+def make_scorer(environments: Sequence[EnvironmentSpec], limits: LimitsConfig) -> Scorer:
+    """The scorer of a node with these limits."""
+    return Scorer(environments, deadline=limits.scorer_seconds, memory_mb=limits.scorer_memory_mb, clock=time.monotonic)
 
 
 def _can_travel(answer: str) -> bool:

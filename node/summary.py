@@ -1,6 +1,6 @@
 """What the history keeps of a step's rollouts, besides the update's own numbers."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from node.rollouts import Rollout
@@ -40,3 +40,12 @@ def summarise(
         "tokens_per_second": tokens / rollout_seconds if rollout_seconds else 0.0,
         "prepare_seconds": seconds,
     }
+
+
+def in_words(step: int, summary: Mapping[str, Any], update_seconds: float) -> str:
+    """A step that is done, in one line for the log."""
+    return (
+        f"step {step}: reward {summary['reward']:.3f} of {summary['sampled_groups']} own groups; trained on "
+        f"{summary['own_groups']} own + {summary['foreign_groups']} foreign groups; "
+        f"{summary['prepare_seconds']:.0f} s of rollouts, {update_seconds:.0f} s of update"
+    )

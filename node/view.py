@@ -64,6 +64,7 @@ class DaemonView:
             "swarm": node.manifest.name if node.manifest else "",
             "stage": progress.stage,
             "stage_seconds": now - progress.since,
+            "stage_count": progress.count,
             "stages": dict(progress.stages),
             "last_step_age": progress.step_age(now),
             "step_deadline": LONG_STAGES * node.config.limits.stage_seconds,

@@ -1,6 +1,7 @@
 """`shoal checkpoint`: what was saved, as a model directory for elsewhere, and how good it is."""
 
 import shutil
+import sys
 from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -132,7 +133,10 @@ def evaluate(session: Session, name: str) -> None:
 
     from node.evaluate import evaluate_checkpoint
 
-    found = evaluate_checkpoint(home, settings, name)
+    def count(tasks: int, sampled: int) -> None:
+        click.echo(f"\r{sampled} of {tasks} held-out tasks{'' if sampled < tasks else chr(10)}", err=True, nl=False)
+
+    found = evaluate_checkpoint(home, settings, name, count if sys.stderr.isatty() else None)
     if session.as_json:
         emit(asdict(found))
     else:

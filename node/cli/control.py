@@ -10,6 +10,7 @@ from node.cli.session import Command, Session, with_session
 
 if TYPE_CHECKING:
     from node.client import Client
+    from node.home import Home
 
 STOP_SECONDS = 30.0
 
@@ -32,10 +33,22 @@ def down(session: Session) -> None:
         if time.monotonic() > deadline:
             raise DaemonStuck(f"process {info.pid} still runs after {STOP_SECONDS:.0f} s ; see `shoal logs`")
         time.sleep(0.1)
+    said = farewell(home) or "what was saved before is untouched"
     if session.as_json:
-        emit({"state": "STOPPED"})
+        emit({"state": "STOPPED", "reason": said})
     else:
-        click.echo("STOPPED  everything up to the last step is saved; run shoal up to go on")
+        click.echo(f"STOPPED  {said}; run shoal up to go on")
+
+
+def farewell(home: "Home") -> str | None:
+    """What the last daemon said was saved when it stopped."""
+    from node.history import History
+
+    history = History(home.database, time.time)
+    try:
+        return next((event["message"] for event in history.events(None, 1) if event["kind"] == "stop"), None)
+    finally:
+        history.close()
 
 
 @click.command(cls=Command)

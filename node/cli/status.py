@@ -59,7 +59,7 @@ def with_last_words(home: "Home", what: str) -> str:
     from node.history import History
     from swarm.database import StoreError
 
-    if home.daemon() is not None or not home.database.exists():
+    if home.daemon() is not None or home.holder() is not None or not home.database.exists():
         return what
     try:
         history = History(home.database, time.time)
@@ -88,7 +88,7 @@ def overview(now: Mapping[str, Any]) -> dict[str, Any]:
         held_out = f"{number(now['held_out'])} at step {latest}"
         held_out += f" ({number(now['held_out_start'])} at step {first})" if latest > first else ""
     parts = ", ".join(f"{kind} {held / 2**20:.0f}" for kind, held in now["memory"].items() if held)
-    stage = f"{now['stage']} for {now['stage_seconds']:.0f} s" if now.get("stage") else None
+    stage = f"{now['stage']}{counted(now)} for {now['stage_seconds']:.0f} s" if now.get("stage") else None
     rejected = ", ".join(f"{count} {reason}" for reason, count in sorted(groups.get("rejected", {}).items()))
     return {
         "node": f"{now['name']} ({now['peer_id']})",
@@ -107,6 +107,12 @@ def overview(now: Mapping[str, Any]) -> dict[str, Any]:
         "rejected": rejected or "none",
         "memory": f"{now['rss_mb']:.0f} MB (peak {now['peak_rss_mb']:.0f} MB{'; ' if parts else ''}{parts})",
     }
+
+
+def counted(now: Mapping[str, Any]) -> str:
+    """How far the stage is, where it is made of parts."""
+    count = now.get("stage_count")
+    return f" {count[0]} of {count[1]}" if count else ""
 
 
 def number(value: float | None) -> str:

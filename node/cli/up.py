@@ -1,5 +1,6 @@
 """`shoal init` and `shoal up`."""
 
+import logging
 import os
 import signal
 import threading
@@ -13,6 +14,8 @@ from node.cli.session import Command, Session, with_session
 
 if TYPE_CHECKING:
     from node.home import Home
+
+log = logging.getLogger(__name__)
 
 BROWSER_WAIT_SECONDS = 60.0
 
@@ -63,12 +66,14 @@ def up(session: Session, invite: str | None, open_browser: bool, steps: int | No
     if open_browser:
         threading.Thread(target=open_when_up, args=(home,), daemon=True).start()
     session.start_logging(home.log_path)
+    log.info("starting the node of %s", home.path)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, leave_at_once)  # until the daemon has handlers of its own
 
-    from node.daemon import run
+    with home.lock():  # before the imports, which take seconds: `shoal status` sees that a node is starting
+        from node.daemon import run
 
-    run(home, settings, steps=steps, stay=stay)
+        run(home, settings, steps=steps, stay=stay, as_json=session.as_json)
 
 
 def leave_at_once(number: int, frame: object) -> NoReturn:

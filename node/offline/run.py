@@ -16,12 +16,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-import psutil
 import torch
 
 from node.checkpoint import CheckpointStore
 from node.config import Config
-from node.device import Device
+from node.device import Device, use_threads
 from node.engines.transformers import TransformersEngine
 from node.evaluate import held_out
 from node.hardware import check_fit, model_shape, prepare
@@ -34,7 +33,7 @@ from node.offline.sources import Source, from_environments, from_experience
 from node.offline.trainers import Course, Method, Outcome, plain_copy, require_trl, train
 from node.progress import Progress
 from node.rescore import Rescorer
-from node.scorer import Scorer
+from node.scorer import make_scorer
 from node.settings import Settings
 from node.training.local import LocalTrainer
 from protocol.manifest import Manifest
@@ -127,12 +126,7 @@ class _Offline:
         self.device = Device()
         self.history = History(home.database, clock)
         self.store = ExperienceStore(home.database, config.limits.store_mb << 20, clock)
-        self.scorer = Scorer(
-            manifest.environments,
-            deadline=config.limits.scorer_seconds,
-            memory_mb=config.limits.scorer_memory_mb,
-            clock=time.monotonic,
-        )
+        self.scorer = make_scorer(manifest.environments, config.limits)
 
     async def run(self) -> dict[str, Any]:
         """The report, once the result is on disk."""
@@ -220,7 +214,7 @@ class _Offline:
         return loop, trainer
 
     def _load(self) -> ModelBundle:
-        torch.set_num_threads(self.config.node.threads or psutil.cpu_count(logical=False) or 1)
+        use_threads(self.config.node.threads)
         model = self.config.model
         plan = prepare(self.config, models_dir()).plan
         shape = model_shape(model_directory(model.path, models_dir()))
@@ -319,7 +313,7 @@ class _Offline:
                 f" {trainer.step}{where} ; try fewer --steps or a lower --learning-rate, or add --force"
             )
         trainer.step += 1
-        await self.device.run(loop.parts.checkpoints.save, trainer.step, trainer.save, loop._state())
+        await self.device.run(loop.parts.checkpoints.save, trainer.step, trainer.save, loop.state())
         self.history.record_evaluation(trainer.step, {k: v for k, v in after.items() if k != "mean"})
         self.history.event(
             "info",

@@ -55,6 +55,9 @@ def test_a_checkpoint_is_scored_on_the_held_out_tasks(home: Home, trained: Local
     assert found["scores"] == {"evenness": found["mean"]}
     assert found["mean"] * 24 == round(found["mean"] * 24)  # 6 tasks x 4 samples, each 0 or 1
     assert 0 < found["mean"] < 1
+    told = list[tuple[int, int]]()
+    assert evaluate_checkpoint(home, load(home), "2", lambda *count: told.append(count)).scores == found["scores"]
+    assert told == [(6, sampled) for sampled in range(1, 7)]
     rows = dict(line.split() for line in call(home, "eval", "2").splitlines())
     assert rows["checkpoint"] == "step-2"
     assert float(rows["mean"]) == pytest.approx(found["mean"], abs=1e-3)  # the same tasks and draws again

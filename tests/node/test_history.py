@@ -29,6 +29,15 @@ def history(path: Path) -> Iterator[History]:
     opened.close()
 
 
+def test_steps_that_were_lost_are_forgotten(history: History) -> None:
+    for step in (1, 2, 3):
+        history.record_step(step, {"foreign_groups": 2, "reward": 0.5})
+        history.record_evaluation(step, {"sums": step / 10})
+    history.forget_after(1)
+    assert [step["step"] for step in history.steps(0, 9)] == [1]
+    assert (history.held_out_latest(), history.best_held_out(), history.trained_foreign()) == (0.1, 0.1, 2)
+
+
 def test_an_empty_history(history: History) -> None:
     assert (
         history.steps(0, 10) == history.events(0, 10) == history.events(None, 10) == history.evaluations(-1, 10) == []

@@ -3,7 +3,7 @@
 import asyncio
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -217,6 +217,22 @@ async def test_a_failed_first_evaluation_is_made_up_for_before_the_first_step(
     await loop.run(3)
     assert [(found["step"], found["mean"]) for found in loop.parts.history.evaluations(-1, 99)] == [(0, 0.25)]
     assert left == [0.5]
+
+
+async def test_an_evaluation_counts_its_tasks(make_loop: Callable[..., Loop], monkeypatch: pytest.MonkeyPatch) -> None:
+    loop = make_loop(FakeTrainer())
+    progress, seen = loop.parts.progress, list[object]()
+
+    async def held_out(*arguments: Any) -> Mapping[str, float]:
+        seen.append(progress.count)
+        for sampled in (1, 2):
+            arguments[-1](8, sampled)
+            seen.append(progress.count)
+        return {"sums": 0.5}
+
+    monkeypatch.setattr("node.held_out.held_out", held_out)
+    await loop.evaluations.take()
+    assert [*seen, progress.count] == [None, (1, 8), (2, 8), None]
 
 
 async def test_an_evaluation_that_keeps_failing_is_not_tried_at_every_step(

@@ -142,7 +142,7 @@ async def test_a_first_round_is_as_large_as_lately_was_needed(make_loop: Callabl
     assert [len(refs) for refs, _ in asked[:2]] == [4, 2]
     assert {len(refs) for refs, _ in asked[-3:]} <= {8, 9}
     again = make_loop(lambda i: i % 2 == 0, dynamic_rounds=2)
-    again._restore(loop._state())
+    again._restore(loop.state())
     assert again.own.informative.now == loop.own.informative.now
 
 
@@ -168,7 +168,7 @@ async def test_pass_rates_are_saved_with_the_position(make_loop: Callable[..., L
     monkeypatch.setattr("node.loop.model_mark", lambda bundle: "mark")
     loop = make_loop(lambda i: True, curriculum_low=0.2, curriculum_high=0.8)
     await loop.own.roll_out(1, 8)
-    state = loop._state()
+    state = loop.state()
     assert set(state["pass_rates"].values()) == {0.5}
     again = make_loop(lambda i: True)
     again._restore(state)
@@ -196,7 +196,7 @@ async def test_own_groups_take_the_place_of_foreign_ones_that_are_not_wanted(
     assert [missing(fixed, 9), missing(fixed, 1)] == [0, 3]
     assert [missing(adaptive, 9), missing(adaptive, 1)] == [2, 3]
     again = make_loop(lambda i: True, foreign_adaptive=True)
-    again._restore(adaptive._state())
+    again._restore(adaptive.state())
     assert missing(again, 9) == 2
 
 

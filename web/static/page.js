@@ -17,20 +17,22 @@ let timer = null;
 
 // -- status --
 
+const counted = (count) => (count ? ` ${number(count[0])} of ${number(count[1])}` : "");
+
 function showStatus(now) {
   document.title = `${now.state === "TRAINING" ? `${number(now.reward, 2)} · ` : ""}${line(now.state, 20)} · ${line(now.name, 40)} · Shoal`;
   say("name", line(now.name, 64));
   say("swarm", now.swarm ? `in the swarm ${line(now.swarm, 64)}, ${number(now.peers)} ${now.peers === 1 ? "peer" : "peers"} connected` : "in no swarm yet");
   byId("state").dataset.state = now.state;
   say("state-word", line(now.state, 20));
-  say("state-reason", line(now.reason, 240) || (now.stage ? `${line(now.stage, 40)} for ${duration(now.stage_seconds)}` : ""));
+  say("state-reason", line(now.reason, 240) || (now.stage ? `${line(now.stage, 40)}${counted(now.stage_count)} for ${duration(now.stage_seconds)}` : ""));
   byId("state-next").hidden = !now.next;
   say("state-next", line(now.next, 240));
   const stages = { ...now.stages };
   if (now.stage) stages[now.stage] = now.stage_seconds;
   byId("stages").replaceChildren(
     ...Object.entries(stages).map(([name, seconds]) =>
-      element("li", name === now.stage ? { class: "now" } : {}, element("span", {}, line(name, 40)), element("span", {}, `${number(seconds, 1)} s`)),
+      element("li", name === now.stage ? { class: "now" } : {}, element("span", {}, line(name, 40) + (name === now.stage ? counted(now.stage_count) : "")), element("span", {}, `${number(seconds, 1)} s`)),
     ),
   );
   say("reward", number(now.reward, 2));

@@ -26,6 +26,7 @@ def test_status_is_a_state_a_reason_and_an_action(run: Run, home: Home, daemon: 
     facts = dict(line.split("  ", 1) for line in rest)
     facts = {name: value.strip() for name, value in facts.items()}
     assert facts["step"] == "12"
+    assert facts["stage"] == "evaluate 3 of 8 for 2 s"
     assert facts["reward"] == "0.250 (first step 0.125)"
     assert facts["held-out"] == "0.500 at step 10 (0.250 at step 0)"
     assert facts["memory"] == "900 MB (peak 1200 MB; weights 3, optimizer 6)"
@@ -138,7 +139,10 @@ def test_pause_resume_and_down(run: Run, home: Home, daemon: Any) -> None:
     assert paused.stdout == "PAUSED  playing (after the step in progress); run shoal resume to go on\n"
     resumed = json.loads(run("--home", home.path, "resume", "--json").stdout)
     assert resumed == {"state": "TRAINING", "reason": "with 1 peer", "next": ""}
-    assert run("--home", home.path, "down").stdout.startswith("STOPPED")
+    history = History(home.database, lambda: 86_400.0)
+    history.event("info", "stop", "step 3 is saved")
+    history.close()
+    assert run("--home", home.path, "down").stdout == "STOPPED  step 3 is saved; run shoal up to go on\n"
     assert daemon.asked == ["pause: playing", "resume", "stop"]
     assert run("--home", home.path, "down").exit_code == 3
 

@@ -16,6 +16,7 @@ import pytest
 from click.testing import Result
 
 from node.cli.session import Session
+from node.client import DaemonUnreachable, connect
 from node.home import Home
 from protocol.identity import Identity
 from protocol.invite import Invite
@@ -49,7 +50,7 @@ def test_up_initialises_an_empty_home_and_founds_a_swarm(run: Run, tmp_path: Pat
     assert home.identity().peer_id in result.stderr
     [((used, settings), options)] = calls
     assert used.path == home.path
-    assert (settings.config.web.port, options) == (0, {"steps": 3, "stay": False})
+    assert (settings.config.web.port, options) == (0, {"steps": 3, "stay": False, "as_json": False})
     assert home.manifest() is not None
 
 
@@ -151,9 +152,13 @@ def test_a_stop_amid_the_imports_ends_at_once(home: Home, number: int) -> None:
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "importing\n"
+        with pytest.raises(DaemonUnreachable, match=f"process {process.pid} holds .* a node takes up to a minute"):
+            connect(home)
         asked = time.monotonic()
         process.send_signal(number)
         _, errors = process.communicate(timeout=30)
     assert time.monotonic() - asked < 5
     assert process.returncode == 130
-    assert errors == "shoal: stopped before training began; what was saved before is untouched\n"
+    first, last = errors.splitlines()
+    assert first.endswith(f"starting the node of {home.path}")
+    assert last == "shoal: stopped before training began; what was saved before is untouched"
