@@ -18,12 +18,13 @@ import hashlib
 import heapq
 import logging
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from node.engines.partial import EngineFailed
 from node.interfaces import Engine, PromptRequest, Sample, SampledGroup
 from node.scheduling.lengths import Lengths, of_group
+from node.scheduling.units import Group, Lane, Run, Unit
 
 log = logging.getLogger(__name__)
 
@@ -46,87 +47,6 @@ class Dispatch:
     """Keys and values that one engine can hold, in tokens (divided); 0: no bound of ours."""
 
 
-@dataclass(slots=True, eq=False)
-class _Group:
-    """A request and what there is of its samples."""
-
-    run: "_Run"
-    request: PromptRequest
-    samples: list[Sample | None]
-    open: set[int]
-    """Samples that are not finished."""
-    finished: list[int] = field(default_factory=list)
-    """Lengths of the others."""
-    units: "list[_Unit]" = field(default_factory=list)
-
-    def outcome(self) -> SampledGroup:
-        """All samples as they are now; unfinished ones are aborted."""
-        empty = Sample((), (), "aborted", self.run.version)
-        samples = (sample or empty for sample in self.samples)
-        return SampledGroup(
-            self.request.key,
-            tuple(replace(s, finish="aborted") if i in self.open else s for i, s in enumerate(samples)),
-        )
-
-
-@dataclass(slots=True, eq=False)
-class _Unit:
-    """Samples of one group that are sent together."""
-
-    group: _Group
-    members: tuple[int, ...]
-    lane: "_Lane | None" = None
-    """Where it was last: the keys and values of its tokens may be there still."""
-    turn: int | None = None
-    """While it waits: which of its entries in the line counts."""
-
-    @property
-    def tokens(self) -> int:
-        """Tokens it has already, of all its samples."""
-        return sum(len(sample.token_ids) for i in self.members if (sample := self.group.samples[i]) is not None)
-
-
-@dataclass(slots=True, eq=False)
-class _Lane:
-    """One engine."""
-
-    engine: Engine
-    samples: int = 0
-    """In flight."""
-    tokens: int = 0
-    """Keys and values reserved for what is in flight."""
-    failures: int = 0
-    """In a row."""
-    resting: bool = False
-
-
-@dataclass(slots=True, eq=False)
-class _Run:
-    """One call of `generate`."""
-
-    stop: asyncio.Event | None
-    version: int
-    groups: list[_Group] = field(default_factory=list)
-    line: list[tuple[tuple[bool, float, int], int, _Unit]] = field(default_factory=list)
-    """Heap of (what goes first, turn, unit); entries of units that wait no longer, or otherwise, stay until met."""
-    turns: int = 0
-    flying: int = 0
-    """Units in flight."""
-    ready: "asyncio.Queue[SampledGroup | Exception]" = field(default_factory=asyncio.Queue)
-    """Holds at most one entry a group and one exception."""
-    calls: set["asyncio.Task[None]"] = field(default_factory=set)
-
-    @property
-    def stopped(self) -> bool:
-        return self.stop is not None and self.stop.is_set()
-
-    def first(self) -> _Unit | None:
-        """Who is next in line."""
-        while self.line and self.line[0][2].turn != self.line[0][1]:
-            heapq.heappop(self.line)
-        return self.line[0][2] if self.line else None
-
-
 class Scheduler:
     """An engine made of engines. Used from one asyncio loop; calls of `generate` may overlap."""
 
@@ -136,8 +56,8 @@ class Scheduler:
         self.dispatch = dispatch or Dispatch()
         self.version = engines[0].version
         self.name = engines[0].name if len(engines) == 1 else f"{len(engines)} x {engines[0].name}"
-        self._lanes = [_Lane(engine) for engine in engines]
-        self._runs: list[_Run] = []
+        self._lanes = [Lane(engine) for engine in engines]
+        self._runs: list[Run] = []
         self._lengths = Lengths()
         self._rests: set[asyncio.Task[None]] = set()
 
@@ -150,13 +70,13 @@ class Scheduler:
 
         A sample that is its own request draws from a seed made of its group's, its place and the tokens it has.
         """
-        run = _Run(stop, self.version)
+        run = Run(stop, self.version)
         for request in requests:
             starts = (*request.starts, *(None,) * (request.n - len(request.starts)))
-            group = _Group(run, request, list(starts), set(range(request.n)))
+            group = Group(run, request, list(starts), set(range(request.n)))
             run.groups.append(group)
             whole = [tuple(range(request.n))] if self.dispatch.by == "whole" else [(i,) for i in range(request.n)]
-            group.units = [_Unit(group, members) for members in whole]
+            group.units = [Unit(group, members) for members in whole]
             for unit in group.units:
                 self._wait(run, unit)
         self._runs.append(run)
@@ -200,7 +120,7 @@ class Scheduler:
 
     def _pump(self) -> None:
         """Send whatever there is room for; one call per run and engine."""
-        sending: dict[tuple[int, int], tuple[_Run, _Lane, list[_Unit]]] = {}
+        sending: dict[tuple[int, int], tuple[Run, Lane, list[Unit]]] = {}
         while (choice := self._next()) is not None:
             run, unit, lane = choice
             unit.turn = None
@@ -219,7 +139,7 @@ class Scheduler:
                     run.ready.put_nowait(group.outcome())
                 run.groups, run.line = [], []
 
-    def _next(self) -> tuple[_Run, _Unit, _Lane] | None:
+    def _next(self) -> tuple[Run, Unit, Lane] | None:
         if not any(map(self._has_room, self._lanes)):
             return None
         for run in self._runs:  # the older run first
@@ -229,14 +149,14 @@ class Scheduler:
                 return run, unit, lane
         return None
 
-    def _wait(self, run: _Run, unit: _Unit) -> None:
+    def _wait(self, run: Run, unit: Unit) -> None:
         """Put a unit in line, or elsewhere in it."""
         unit.turn = run.turns
         run.turns += 1
         first = (False, 0.0, 0) if self.dispatch.by == "whole" else self._order(unit)
         heapq.heappush(run.line, (first, unit.turn, unit))
 
-    def _order(self, unit: _Unit) -> tuple[bool, float, int]:
+    def _order(self, unit: Unit) -> tuple[bool, float, int]:
         """The smaller the sooner: one sample of each group until it tells, then the longest by expectation.
 
         Among equals those under way go on, and finish: their keys and values may still be there, and siblings that
@@ -248,10 +168,10 @@ class Scheduler:
             return False, -(tokens or self._lengths.of_family(group.request.key, budget)), -tokens
         return True, -max(of_group(group.finished, budget), tokens + 1), -tokens
 
-    def _has_room(self, lane: _Lane) -> bool:
+    def _has_room(self, lane: Lane) -> bool:
         return not lane.resting and (not self.dispatch.concurrency or lane.samples < self.dispatch.concurrency)
 
-    def _roomiest(self, unit: _Unit) -> _Lane | None:
+    def _roomiest(self, unit: Unit) -> Lane | None:
         """The least loaded engine that has room; to leave the one it was on costs the unit its tokens."""
         most, memory = self.dispatch.concurrency, self.dispatch.kv_tokens
         need = self._reserve(unit)
@@ -268,13 +188,13 @@ class Scheduler:
             default=None,
         )
 
-    def _reserve(self, unit: _Unit) -> int:
+    def _reserve(self, unit: Unit) -> int:
         """Tokens of keys and values that a unit will hold at most by the end of its chunk."""
         request = unit.group.request
         ends = (self._until(unit, i) for i in unit.members)
         return len(request.prompt_ids) + sum(ends)
 
-    def _until(self, unit: _Unit, member: int) -> int:
+    def _until(self, unit: Unit, member: int) -> int:
         """Answer tokens at which a sample comes back."""
         sample = unit.group.samples[member]
         budget = unit.group.request.max_new_tokens
@@ -284,12 +204,12 @@ class Scheduler:
 
     # -- working -----------------------------------------------------------------------------------------------
 
-    async def _call(self, run: _Run, lane: _Lane, units: list[_Unit]) -> None:
+    async def _call(self, run: Run, lane: Lane, units: list[Unit]) -> None:
         """Have an engine work on units, and put down what comes back."""
         flying = {self._key(unit): unit for unit in units}
         reserved = {key: self._reserve(unit) for key, unit in flying.items()}
 
-        def landed(key: str) -> _Unit:
+        def landed(key: str) -> Unit:
             unit = flying.pop(key)
             run.flying -= 1
             lane.samples -= len(unit.members)
@@ -322,11 +242,11 @@ class Scheduler:
             for key in list(flying):
                 landed(key)
 
-    def _key(self, unit: _Unit) -> str:
+    def _key(self, unit: Unit) -> str:
         key = unit.group.request.key
         return key if self.dispatch.by == "whole" else f"{key}#{unit.members[0]}"
 
-    def _request(self, unit: _Unit) -> PromptRequest:
+    def _request(self, unit: Unit) -> PromptRequest:
         """What an engine is asked for. Samples with tokens come first, as their places are those of the starts."""
         request, samples = unit.group.request, unit.group.samples
         members = sorted(unit.members, key=lambda i: (samples[i] is None, i))
@@ -344,7 +264,7 @@ class Scheduler:
             starts=starts,
         )
 
-    def _put_down(self, unit: _Unit, samples: Sequence[Sample] | None) -> bool:
+    def _put_down(self, unit: Unit, samples: Sequence[Sample] | None) -> bool:
         """Keep what came back of a unit; what is unfinished waits again. Returns whether there was anything new."""
         group, run, before = unit.group, unit.group.run, unit.tokens
         budget = group.request.max_new_tokens
@@ -370,7 +290,7 @@ class Scheduler:
 
     # -- trouble -----------------------------------------------------------------------------------------------
 
-    def _rest(self, lane: _Lane, failure: EngineFailed) -> None:
+    def _rest(self, lane: Lane, failure: EngineFailed) -> None:
         """Leave a failing engine alone for a while; give up once no engine is left that has not failed too often."""
         if lane.resting:
             return
@@ -386,7 +306,7 @@ class Scheduler:
         rest.add_done_callback(self._rests.discard)
         self._pump()
 
-    async def _wake(self, lane: _Lane, seconds: float) -> None:
+    async def _wake(self, lane: Lane, seconds: float) -> None:
         """After a rest, give an engine the weights it missed, and work."""
         await asyncio.sleep(seconds)
         lane.resting = False
@@ -397,7 +317,7 @@ class Scheduler:
                 self._rest(lane, failure)
         self._pump()
 
-    async def _watch(self, run: _Run) -> None:
+    async def _watch(self, run: Run) -> None:
         """See to it that a stop reaches what is waiting; what is in flight sees it by itself."""
         assert run.stop is not None
         await run.stop.wait()
