@@ -40,10 +40,10 @@ format: $(STAMP)
 	$(BIN)/ruff check --fix .
 
 bench: $(VENV)/.trl-installed
-	@for name in step rollout exchange scorer train routing; do $(BIN)/shoal bench $$name || exit 1; done
+	@for name in step rollout exchange scorer train memory routing; do $(BIN)/shoal bench $$name || exit 1; done
 
 $(VENV)/.trl-installed: $(STAMP)
-	$(BIN)/python -m pip install -q -c constraints.txt -e ".[trl]"
+	$(BIN)/python -m pip install -q -c constraints.txt -e ".[trl,lora]"
 	touch $@
 
 $(STAMP): pyproject.toml constraints.txt .ci/install

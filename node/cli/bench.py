@@ -7,11 +7,11 @@ import click
 
 from node.cli.session import Command, Session, with_session
 
+NAMES = ("step", "rollout", "exchange", "scorer", "train", "memory", "routing", "scheduler", "drafting")
+
 
 @click.command(cls=Command)
-@click.argument(
-    "name", type=click.Choice(["step", "rollout", "exchange", "scorer", "train", "routing", "scheduler", "drafting"])
-)
+@click.argument("name", type=click.Choice(NAMES))
 @click.option(
     "--threads", type=click.IntRange(1, 1024), default=1, show_default=True, help="torch threads of each side"
 )
@@ -20,9 +20,9 @@ def bench(session: Session, name: str, threads: int) -> None:
     """Run a benchmark.
 
     `step` against TRL, `rollout` against HF generate, `exchange` over libp2p, `scorer`: isolated scoring, `train`:
-    prefix merging against plain packing, `routing`: rollout and training of a mixture of experts, with routing replay
-    and without, `scheduler`: rollout policies on simulated engines, `drafting`: sampling with guesses at next tokens
-    and without.
+    prefix merging against plain packing, `memory`: training all weights or adapters, `routing`: rollout and training of
+    a mixture of experts, with routing replay and without, `scheduler`: rollout policies on simulated engines,
+    `drafting`: sampling with guesses at next tokens and without.
     """
     session.start_logging(None)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from node.bench import exchange, rollout_hf, rollout_ours, routing, step, step_ours, train
+from node.bench import exchange, memory, rollout_hf, rollout_ours, routing, step, step_ours, train
 from node.bench.exchange_producer import ANSWERS, around_as_json, as_json
 from node.bench.floor import Work, work_of
 from node.bench.machine import machine
@@ -192,3 +192,15 @@ def test_routing_is_measured_with_replay_and_without(tmp_path: Path, monkeypatch
     assert rows[0]["kl"] < rows[1]["kl"]
     assert rows[0]["mean"] < rows[1]["mean"]
     assert rows[4]["choices_flipped"] is None
+
+
+def test_adapters_hold_less_than_all_weights(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
+    pytest.importorskip("peft", reason="needs shoal[lora]")
+    spec = {"threads": 1, "model": str(tiny_model("llama"))}
+    whole, adapted = (
+        memory.measure({**spec, "train": dict(memory.CASES[case])}, tmp_path)
+        for case in ("all weights", "adapters of rank 16, recomputing")
+    )
+    assert whole["optimizer_mb"] > adapted["optimizer_mb"] > 0
+    assert whole["peak_mb"] > 0
+    assert adapted["cpu_seconds"] > 0
