@@ -21,7 +21,7 @@ import torch
 from node.batching import MicroBatch, micro_batches
 from node.config import TrainConfig
 from node.interfaces import Batch, Interrupted, StepSkipped, TrainGroup, UpdateStats
-from node.memory import out_of_memory
+from node.memory import give_back, out_of_memory
 from node.models import ModelBundle, ModelError, load_model
 from node.training import files, lora
 from node.training.critic import Critic
@@ -252,6 +252,8 @@ class LocalTrainer:
             counts.loss += value
             counts.tokens += micro.trie.inner
             counts.micro_batches += 1
+            del forward, loss
+            give_back()
         return counts
 
     def _apply_gradients(self) -> float:
