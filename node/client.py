@@ -100,5 +100,5 @@ def connect(home: Home, timeout: float = TIMEOUT) -> Client:
             "again, or see `shoal logs`"
         )
     if info is None:
-        raise DaemonUnreachable(f"no daemon runs on {home.path} ; start it with `shoal up`")
+        raise DaemonUnreachable(f"no daemon runs on {home.path} ; start it with `{home.command('up')}`")
     return Client(info.url, token, timeout)

@@ -5,7 +5,9 @@ Defaults here are the ones measured best on the embedded model (docs/results.md)
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+from protocol.invite import InviteError, check_address, check_peer_address
 
 
 def split_commas(value: object) -> object:
@@ -14,10 +16,31 @@ def split_commas(value: object) -> object:
 
 
 Texts = Annotated[tuple[str, ...], BeforeValidator(split_commas)]
-Multiaddrs = Annotated[tuple[Annotated[str, StringConstraints(pattern=r"^/.+")], ...], BeforeValidator(split_commas)]
-Peers = Annotated[
-    tuple[Annotated[str, StringConstraints(pattern=r"^/.+/p2p/\w+$")], ...], BeforeValidator(split_commas)
-]
+
+
+def listened(address: str) -> str:
+    """A multiaddr to listen on, if it is one; its port may be 0."""
+    if not address.startswith(("/ip4/", "/ip6/")):
+        raise ValueError(f"{address!r} does not look like /ip4/0.0.0.0/tcp/0 or /ip6/::/tcp/0")
+    check_address(address, least_port=0)
+    return address
+
+
+def announced(address: str) -> str:
+    check_address(address.partition("/p2p/")[0])
+    return address
+
+
+def dialled(address: str) -> str:
+    try:
+        check_peer_address(address)
+    except InviteError as error:
+        raise ValueError(str(error)) from error
+    return address
+
+
+Multiaddrs = Annotated[tuple[Annotated[str, AfterValidator(announced)], ...], BeforeValidator(split_commas)]
+Peers = Annotated[tuple[Annotated[str, AfterValidator(dialled)], ...], BeforeValidator(split_commas)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
 
 
@@ -284,9 +307,8 @@ class SwarmConfig(Section):
 
 
 class NetworkConfig(Section):
-    listen: str = Field(
+    listen: Annotated[str, AfterValidator(listened)] = Field(
         "/ip4/0.0.0.0/tcp/0",
-        pattern=r"^/ip[46]/[0-9a-fA-F.:]+/tcp/\d{1,5}$",
         description="multiaddr to listen on; tcp/0: a free port, kept once chosen",
     )
     announce: Multiaddrs = Field((), description="multiaddrs to tell others, where the listen address is not reachable")
@@ -318,7 +340,7 @@ class LimitsConfig(Section):
     group_mb: int = Field(8, ge=1, le=64, description="largest group that a swarm's manifest may allow, in MB")
     stage_seconds: float = Field(600.0, gt=0, description="deadline of one stage of a step")
     scorer_seconds: float = Field(2.0, gt=0, le=60, description="deadline for scoring one answer")
-    scorer_memory_mb: int = Field(1024, ge=256, description="memory of the scorer process")
+    scorer_memory_mb: int = Field(1024, ge=256, le=1 << 20, description="memory of the scorer process")
 
 
 class Config(Section):

@@ -17,7 +17,7 @@ import psutil
 import torch
 
 from node.config import Config, TrainConfig
-from node.models import ModelError, compute_dtype, device_of, model_directory
+from node.models import ModelError, check_directory, compute_dtype, device_of, model_directory
 from node.training.distill import local_teacher
 from node.training.lora import require_peft
 from node.training.optimizers import check_optimizer
@@ -185,14 +185,14 @@ def choose_engine(config: Config, machine: Machine) -> EngineChoice:
     """The engine as set, or for 'auto' the one that suits the machine."""
     asked, engine = config.rollout.engine, config.engine
     if asked == "transformers":
-        return EngineChoice("transformers", "rollouts by transformers: rollout.engine says so")
+        return EngineChoice("transformers", "rollouts by transformers, in this process (rollout.engine = transformers)")
     if engine.url:
         return EngineChoice(
             "vllm", f"rollouts by the vLLM server at {engine.url}: engine.url names one", not _apart(config)
         )
     if asked == "vllm":
         return EngineChoice(
-            "vllm", "rollouts by a vLLM server of this node: rollout.engine says so", not _apart(config)
+            "vllm", "rollouts by a vLLM server of this node (rollout.engine = vllm)", not _apart(config)
         )
     if not machine.gpus:
         return EngineChoice(
@@ -224,6 +224,7 @@ def sleeps(config: Config, choice: EngineChoice, machine: Machine) -> bool:
 
 def model_shape(directory: Path) -> ModelShape:
     """Read the headers of a model's files. Raises ModelError."""
+    check_directory(directory)
     try:
         config = json.loads((directory / "config.json").read_text())
         tensors = [tensor for file in directory.glob("*.safetensors") for tensor in _tensors(file)]

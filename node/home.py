@@ -25,6 +25,7 @@ CONFIG_HEADER = """\
 # Settings of this node: [section] and key = value. `shoal config show` lists every key, its value, default and source;
 # `shoal config set KEY VALUE` edits this file and keeps your comments.
 """
+MAX_PID_DIGITS = 9
 
 
 class HomeError(Exception):
@@ -113,6 +114,10 @@ class Home:
         self.logs = self.path / "logs"
         self.log_path = self.logs / "node.log"
 
+    def command(self, words: str) -> str:
+        """How a person calls `shoal` for this home."""
+        return f"shoal {words}" if self.path == default_home().resolve() else f"shoal --home {self.path} {words}"
+
     def init(self) -> bool:
         """Create what is missing and keep what is there. True: a new identity was made. Raises HomeError, OSError."""
         if self.path.exists() and not self.path.is_dir():
@@ -159,7 +164,10 @@ class Home:
     def token(self) -> str:
         """Secret of the local API. Raises NotInitialised."""
         self.require()
-        return self.token_path.read_text().strip()
+        try:
+            return self.token_path.read_text().strip()
+        except UnicodeDecodeError as error:
+            raise HomeError(f"{self.token_path} is damaged ; delete it, `shoal init` makes a new one") from error
 
     @contextmanager
     def lock(self) -> Iterator[None]:
@@ -169,8 +177,7 @@ class Home:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                text = file.read().strip()
-                raise HomeLocked(self.path, int(text) if text.isdigit() else None) from None
+                raise HomeLocked(self.path, self._noted()) from None
             file.truncate(0)
             file.write(str(os.getpid()))
             file.flush()
@@ -181,11 +188,16 @@ class Home:
 
     def holder(self) -> int | None:
         """The living process that holds the home, as it wrote itself down."""
+        pid = self._noted()
+        return pid if pid is not None and psutil.pid_exists(pid) else None
+
+    def _noted(self) -> int | None:
+        """The process number in the lock file, if there is one."""
         try:
-            text = self.lock_path.read_text().strip()
+            text = self.lock_path.read_bytes().strip()
         except OSError:
             return None
-        return int(text) if text.isdigit() and psutil.pid_exists(int(text)) else None
+        return int(text) if text.isdigit() and len(text) <= MAX_PID_DIGITS else None
 
     def write_daemon(self, info: DaemonInfo) -> None:
         write_atomic(self.daemon_path, json.dumps(asdict(info)).encode(), 0o600)
@@ -198,6 +210,8 @@ class Home:
         try:
             fields = json.loads(self.daemon_path.read_bytes())
             info = DaemonInfo(**{**fields, "addresses": tuple(fields["addresses"])})
+            if type(info.pid) is not int or not 0 < info.pid < 10**MAX_PID_DIGITS:
+                raise ValueError(f"pid {info.pid!r}")
         except FileNotFoundError:
             return None
         except (ValueError, TypeError, KeyError) as error:

@@ -53,6 +53,8 @@ class Member:
     """Of the status page: this one, or a free one where it is taken."""
     process: subprocess.Popen[bytes] | None = None
     status: dict[str, Any] = field(default_factory=dict)
+    answered: bool = False
+    """Whether the process has told its status."""
     restarts: int = 0
     fruitless: int = 0
     best_step: int = 0
@@ -196,7 +198,7 @@ def _start(member: Member, nodes: int, steps: int | None, settings: Sequence[str
             env={**os.environ, "OMP_NUM_THREADS": str(threads)},
             preexec_fn=_die_with_parent if sys.platform == "linux" else None,
         )
-    member.note = ""
+    member.note, member.answered = "", False
 
 
 def _die_with_parent() -> None:
@@ -209,9 +211,9 @@ def _tend(member: Member, nodes: int, steps: int | None, settings: Sequence[str]
         try:
             member.status = connect(member.home, timeout=2.0).get("status")
         except (DaemonUnreachable, RequestRefused) as error:
-            member.note = str(error).split(";")[0].strip() if member.status else "starting"
+            member.note = str(error).split(";")[0].strip() if member.answered else "starting"
         else:
-            member.note = ""
+            member.note, member.answered = "", True
             if member.step > member.best_step:
                 member.best_step, member.fruitless = member.step, 0
         return

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from node.local import Member
 
 PLAIN_SECONDS = 15.0
+NARROW = 110
+"""Columns below which a terminal gets lines of words: cells would be cut to nothing."""
 COLUMNS = ("node", "state", "step", "reward", "since start", "held-out", "tokens/s", "own + foreign", "peers", "page")
 
 
@@ -45,7 +47,10 @@ class LiveTable:
             table.add_row(*(Text(cell) for cell in row(member)[:-1]))  # Text: what an error quotes is no markup
         # under the table, where no narrow column cuts an address or a path off
         pages = [Text(f"{member.name}  {page(member)}  {member.note}".rstrip()) for member in members]
-        self._live.update(Group(table, *pages), refresh=True)
+        pages.append(Text(f"sign in to a page: {members[0].home.command('open')}"))
+        narrow = self._console.width < NARROW
+        lines = [Text(in_words(row(member))) for member in members]
+        self._live.update(Group(*lines, *pages, Text("Ctrl-C stops")) if narrow else Group(table, *pages), refresh=True)
 
     def _show_plain(self, members: Sequence["Member"]) -> None:
         """A line when a node's state, step or note changed, at most every PLAIN_SECONDS for steps."""
@@ -57,11 +62,15 @@ class LiveTable:
             if sign != change or now - since >= PLAIN_SECONDS:
                 self._plain[member.name] = (sign, now)
                 self._console.print(
-                    "  ".join(f"{name} {cell}" for name, cell in zip(COLUMNS, cells, strict=True) if cell),
+                    in_words(cells),
                     soft_wrap=True,
                     highlight=False,
                     markup=False,
                 )
+
+
+def in_words(cells: Sequence[str]) -> str:
+    return "  ".join(f"{name} {cell}" for name, cell in zip(COLUMNS, cells, strict=True) if cell)
 
 
 def row(member: "Member") -> tuple[str, ...]:

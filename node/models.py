@@ -270,7 +270,8 @@ def _sync(directory: Path) -> None:
 # -- checks --------------------------------------------------------------------------------------------------
 
 
-def _checked_config(directory: Path) -> PretrainedConfig:
+def check_directory(directory: Path) -> None:
+    """Raises ModelError where there is no model in the Hugging Face layout."""
     if not directory.is_dir():
         raise ModelError(f"{directory}: no such directory; set model.path to 'embedded' or to a local model directory")
     if not (directory / "config.json").is_file():
@@ -279,6 +280,10 @@ def _checked_config(directory: Path) -> PretrainedConfig:
         raise ModelError(
             f"{directory}: no *.safetensors; save the model with safe serialization (pickled weights are not loaded)"
         )
+
+
+def _checked_config(directory: Path) -> PretrainedConfig:
+    check_directory(directory)
     try:
         config = AutoConfig.from_pretrained(directory, local_files_only=True)
     except (OSError, ValueError, KeyError) as error:

@@ -49,6 +49,8 @@ class Progress:
         if self.paused is None or self.state in {"IDLE", "STOPPING", "FAILED"}:
             return self.state, self.reason, self.next
         yet = "" if self.stage == "paused" else " (after the step in progress)"
+        if self.state in {"STARTING", "RESUMING"}:
+            yet = " (once the node has started)"
         return "PAUSED", f"{self.paused}{yet}", "run shoal resume to go on"
 
     def step_age(self, now: float) -> float | None:

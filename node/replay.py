@@ -71,7 +71,7 @@ async def replay(
                 "happens again, lower train.tokens_per_micro_batch or raise limits.stage_seconds",
             )
             break
-        parts.progress.say("RESUMING", f"repeating the update of step {record.step}; {records[-1].step} are saved")
+        parts.progress.say("RESUMING", f"{records[-1].step} steps are saved; repeating that of step {record.step}")
         await run(parts.trainer.configure, then or parts.config.train)
         await run(attempts.begin, record)
         try:

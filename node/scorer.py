@@ -84,6 +84,8 @@ class Scorer:
         self._busy = False
         self._own_waiting = 0
         self._foreign_waiting = 0
+        self._prepare = True
+        """Whether tasks are made before the fork; no longer once the process ended over it."""
         self._decoder = msgspec.msgpack.Decoder(Reply)
         self.isolation: tuple[str, ...] = ()
         """Measures in force in the process that sees answers, as it reported them."""
@@ -163,14 +165,17 @@ class Scorer:
         return results
 
     async def _chunk(self, jobs: Sequence[Job]) -> list[Done]:
-        """Results of a prefix of `jobs`: all of them, or up to and including the first that ended the process."""
+        """Results of a prefix of `jobs`: all of them, or up to and including the first that ended the process.
+
+        None, once, when the process ended before it came to an answer.
+        """
         if self._process is None or self._process.returncode is not None:
             await self._kill()
             await self._launch()
             self.restarts += 1
         results: list[Done] = []
         try:
-            await self._send(Chunk(tuple(jobs)))
+            await self._send(Chunk(tuple(jobs), self._prepare))
             while len(results) < len(jobs):
                 match await self._receive(self._setup.deadline + GRACE_SECONDS):
                     case Done(index=index) as done if index == len(results):
@@ -183,6 +188,12 @@ class Scorer:
                         raise _Gone(f"unexpected {type(reply).__name__}")
         except _Gone as gone:
             await self._kill()
+            if self._prepare and not results and any(job.answer is not None for job in jobs):
+                log.warning(
+                    "the scorer process failed before an answer (%s): children make their tasks from now on", gone
+                )
+                self._prepare = False
+                return results  # the same chunk again: its answers are not to blame
             if not results or results[-1].failure is None:
                 results.append(Done(len(results), failure=str(gone)))
         except BaseException:  # cancelled in the middle: what the process still says would answer nobody's question

@@ -40,6 +40,8 @@ class Job(msgspec.Struct, frozen=True, array_like=True):
 
 class Chunk(msgspec.Struct, frozen=True, array_like=True):
     jobs: tuple[Job, ...]
+    prepare: bool = True
+    """Make the tasks that environments keep before the fork."""
 
 
 class Ready(msgspec.Struct, frozen=True, array_like=True, tag=True):

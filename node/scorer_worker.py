@@ -80,12 +80,14 @@ def _pass_on(incoming: int, outgoing: int, setup: Setup, environments: Environme
     os.write(outgoing, frame(Ready(first.isolation)))
     lasting: _Child | None = first
     while (raw := _receive(incoming)) is not None:
-        jobs = decoder.decode(raw).jobs
+        chunk = decoder.decode(raw)
+        jobs = chunk.jobs
         alone = any(job.answer is not None and _may_evaluate(environments, job) for job in jobs)
         child: _Child | None = None
         try:
             if alone:
-                _prepare(environments, jobs, setup.deadline)
+                if chunk.prepare:
+                    _prepare(environments, jobs, setup.deadline)
                 child = _Child(setup, environments, cpu_seconds=math.ceil(len(jobs) * setup.deadline) + 1)
             else:
                 child = lasting = lasting or _Child(setup, environments)
@@ -113,17 +115,21 @@ def _late(*_: object) -> None:
 
 
 def _prepare(environments: Environments, jobs: Sequence[Job], seconds: float) -> None:
-    """Make the tasks that environments keep, as far as that gets in `seconds`."""
+    """Make the tasks that environments keep, as far as that gets in `seconds`.
+
+    What swallows _Late, or ends this process, costs it once: `node.scorer` then asks for no more of it.
+    """
     try:
         signal.setitimer(signal.ITIMER_REAL, seconds)
         for ref in dict.fromkeys(job.ref for job in jobs):
             prepare = getattr(environments.get((ref.environment, ref.version)), "prepare", None)
             if prepare is not None:
-                with suppress(Exception):  # the child meets it again and reports it
+                with suppress(Exception, SystemExit, KeyboardInterrupt):  # the child meets it again and reports it
                     prepare(ref.seed, ref.index)
-        signal.setitimer(signal.ITIMER_REAL, 0)
     except _Late:
         return
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
 
 
 class _Ended(Exception):

@@ -48,7 +48,7 @@ class DaemonView:
             "state": state,
             "reason": reason,
             "next": following,
-            "step": node.loop.parts.trainer.step if node.loop else last.get("step", 0),
+            "step": max(node.loop.parts.trainer.step, node.loop.saved or 0) if node.loop else last.get("step", 0),
             "reward": last.get("reward"),
             "reward_start": (first or {}).get("reward"),
             "held_out": node.history.held_out_latest(),

@@ -25,6 +25,7 @@ MAX_BOOTSTRAP = 16
 SCHEME = "shoal:"
 
 _CHECK_BYTES = 4
+_SHAPE = "/ip4|ip6|dns|dns4|dns6/HOST/tcp/PORT"
 _HOST_NAME = re.compile(r"^(?=.{1,253}$)[A-Za-z0-9_]([A-Za-z0-9_-]*[A-Za-z0-9_])?(\.[A-Za-z0-9_-]+)*\.?\Z")
 
 
@@ -106,21 +107,28 @@ def _decode(text: str) -> bytes:
 
 def check_peer_address(address: str) -> str:
     """The peer id that a dialable multiaddr ends in. Raises InviteError naming what is wrong."""
-    parts = address.split("/")
-    shape = "/ip4|ip6|dns|dns4|dns6/HOST/tcp/PORT/p2p/PEER_ID"
-    if len(parts) != 7 or parts[0] or parts[3] != "tcp" or parts[5] != "p2p":
-        raise InviteError(f"bootstrap address {address!r} does not look like {shape}")
-    _, kind, host, _, port, _, peer_id = parts
+    where, _, peer_id = address.rpartition("/p2p/")
+    if not where or "/" in peer_id:
+        raise InviteError(f"bootstrap address {address!r} does not look like {_SHAPE}/p2p/PEER_ID")
     try:
-        if kind == "ip4":
-            ipaddress.IPv4Address(host)
-        elif kind == "ip6":
-            ipaddress.IPv6Address(host)
-        elif kind not in ("dns", "dns4", "dns6") or not _HOST_NAME.match(host):
-            raise InviteError(f"bootstrap address {address!r}: {kind}/{host} is no host; expected {shape}")
+        check_address(where)
         public_key_of(peer_id)
     except (ValueError, IdentityError) as error:
         raise InviteError(f"bootstrap address {address!r}: {error}") from error
-    if not (port.isascii() and port.isdigit() and 1 <= int(port) <= 65535 and str(int(port)) == port):
-        raise InviteError(f"bootstrap address {address!r}: port {port!r} is not in 1..65535")
     return peer_id
+
+
+def check_address(address: str, least_port: int = 1) -> None:
+    """Raises ValueError saying what is wrong with a multiaddr without a peer id."""
+    parts = address.split("/")
+    if len(parts) != 5 or parts[0] or parts[3] != "tcp":
+        raise ValueError(f"{address!r} does not look like {_SHAPE}")
+    _, kind, host, _, port = parts
+    if kind == "ip4":
+        ipaddress.IPv4Address(host)
+    elif kind == "ip6":
+        ipaddress.IPv6Address(host)
+    elif kind not in ("dns", "dns4", "dns6") or not _HOST_NAME.match(host):
+        raise ValueError(f"{kind}/{host} is no host; expected {_SHAPE}")
+    if not (port.isascii() and port.isdigit() and least_port <= int(port) <= 65535 and str(int(port)) == port):
+        raise ValueError(f"port {port!r} is not in {least_port}..65535")

@@ -1,7 +1,9 @@
 """The local HTTP server's lifetime: bind, say where, stop at once."""
 
+import asyncio
 import errno
 import ipaddress
+import logging
 from collections.abc import Callable, Iterable
 
 from aiohttp import web
@@ -13,10 +15,17 @@ from web.queries import MAX_BODY
 from web.streams import Streams
 from web.view import NodeView
 
+MAX_CONNECTIONS = 128
+"""Open at a time; one more closes the oldest, so that idle ones cannot take all of the process's descriptors."""
 IDLE_SECONDS = 30.0
 """How long an unused connection stays open."""
 STOP_SECONDS = 0.3
 """What a stop gives answers in progress; aiohttp takes it at most twice."""
+
+
+# aiohttp tells of malformed requests with a traceback each, and anybody can send one; faults of ours web/guard.py logs
+QUIET = logging.getLogger("web.http")
+QUIET.disabled = True
 
 
 class WebServerError(Exception):
@@ -55,6 +64,7 @@ class WebServer:
         self.app.on_response_prepare.append(add_headers)
         self.app.add_routes(Handlers(view, auth, guard, self.streams).routes())
         self._runner: web.AppRunner | None = None
+        self._listening: asyncio.Server | None = None
 
     async def start(self) -> None:
         """Listen. Raises PortInUse, WebServerError."""
@@ -62,13 +72,16 @@ class WebServer:
         runner = web.AppRunner(
             self.app,
             access_log=None,
+            logger=QUIET,
             handler_cancellation=True,
             keepalive_timeout=IDLE_SECONDS,
             shutdown_timeout=STOP_SECONDS,
         )
         await runner.setup()
         try:
-            await web.TCPSite(runner, self.host, self.port).start()
+            self._listening = await asyncio.get_running_loop().create_server(
+                lambda: _accept(runner), self.host, self.port, backlog=MAX_CONNECTIONS
+            )
         except OSError as error:
             await runner.cleanup()
             raise self._unusable(error) from error
@@ -77,9 +90,9 @@ class WebServer:
     @property
     def url(self) -> str:
         """Where this machine reaches the server, without a trailing slash. Only while it runs."""
-        if self._runner is None:
+        if self._listening is None:
             raise WebServerError("the web server does not run ; start it first")
-        address, port = self._runner.addresses[0][:2]
+        address, port = self._listening.sockets[0].getsockname()[:2]
         ip = ipaddress.ip_address(address)
         if ip.is_unspecified:
             address = "::1" if ip.version == 6 else "127.0.0.1"
@@ -88,8 +101,10 @@ class WebServer:
     async def stop(self) -> None:
         """Close everything within a second, streams first. Harmless when it does not run."""
         runner, self._runner = self._runner, None
-        if runner is None:
+        listening, self._listening = self._listening, None
+        if runner is None or listening is None:
             return
+        listening.close()
         self.streams.close()
         await runner.cleanup()
 
@@ -107,3 +122,12 @@ class WebServer:
         return WebServerError(
             f"cannot listen on {where}: {error.strerror or error} ; shoal config set web.host 127.0.0.1"
         )
+
+
+def _accept(runner: web.AppRunner) -> asyncio.Protocol:
+    """What answers a new connection."""
+    assert runner.server is not None
+    open_ones = runner.server.connections  # oldest first
+    if len(open_ones) >= MAX_CONNECTIONS:
+        open_ones[0].force_close()
+    return runner.server()

@@ -17,16 +17,16 @@ class NotFound(Exception):
 
 class NodeView(Protocol):
     def status(self) -> Mapping[str, Json]:
-        """`state` (STARTING, RESUMING, TRAINING, WAITING, PAUSED, IDLE, STOPPING, FAILED), `reason`, `next` (action for
-        a person, or ''), `step`, `reward` (mean of the last step or None), `reward_start`, `held_out`, `held_out_start`
-        and `held_out_best` (or None), `held_out_steps` ([first, latest] or None), `tokens_per_second`, `own_groups` and
-        `foreign_groups` of the last step, `peers` (count), `peer_id`, `name`, `swarm` (name), `stage`,
-        `stage_seconds` and `stage_count` ([parts done, of how many] or None), `last_step_age` (seconds since the last step or, if that is later, the end of a pause; or
-        None), `step_deadline` (seconds after which a missing step is a fault), `rss_mb`, `peak_rss_mb`, `memory`
-        ({weights, gradients, optimizer} in bytes, as of the last update), `uptime`, `version`, `model`,
-        `engine` (which one samples, and why), `groups`
-        ({published, fetched, admitted, rejected: {reason: n}, trained_foreign}, and the counters of
-        `web.probes.EXCHANGE_TROUBLE`)."""
+        """`state` (STARTING, RESUMING, TRAINING, WAITING, PAUSED, IDLE, STOPPING, FAILED), `reason`, `next` (action
+        for a person, or ''), `step`, `reward` (mean of the last step or None), `reward_start`, `held_out`,
+        `held_out_start` and `held_out_best` (or None), `held_out_steps` ([first, latest] or None),
+        `tokens_per_second`, `own_groups` and `foreign_groups` of the last step, `peers` (count), `peer_id`, `name`,
+        `swarm` (name), `stage`, `stage_seconds` and `stage_count` ([parts done, of how many] or None),
+        `last_step_age` (seconds since the last step or, if that is later, the end of a pause; or None),
+        `step_deadline` (seconds after which a missing step is a fault), `rss_mb`, `peak_rss_mb`, `memory`
+        ({weights, gradients, optimizer} in bytes, as of the last update), `uptime`, `version`, `model`, `engine`
+        (which one samples, and why), `groups` ({published, fetched, admitted, rejected: {reason: n},
+        trained_foreign}, and the counters of `web.probes.EXCHANGE_TROUBLE`)."""
 
     def steps(self, after: int, limit: int) -> Sequence[Mapping[str, Json]]:
         """Step records with step > `after`, oldest first."""

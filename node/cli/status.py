@@ -68,10 +68,10 @@ def with_last_words(home: "Home", what: str) -> str:
     # a daemon that failed says so, and then what is saved
     failed = [event for event in history.events(None, 2) if event["kind"] == "failed"]
     history.close()
-    if failed:
-        words = f"the last one failed at {clock(failed[0]['at'])}: {failed[0]['message'].replace(' ; ', '; ')}"
-    elif home.daemon_path.exists():
+    if home.daemon_path.exists():
         words = "the last one was killed"
+    elif failed:
+        words = f"the last one failed at {clock(failed[0]['at'])}: {failed[0]['message'].replace(' ; ', '; ')}"
     else:
         return what
     problem, _, fix = what.partition(" ; ")

@@ -48,8 +48,8 @@ def config(**sections: Any) -> Config:
         ({}, CPU, "transformers", "there is no GPU"),
         ({}, GPU, "vllm", "there is a GPU (H200) and /usr/bin/vllm"),
         ({}, BARE_GPU, "transformers", "no program 'vllm'; pip install vllm"),
-        ({"rollout": {"engine": "transformers"}}, GPU, "transformers", "rollout.engine says so"),
-        ({"rollout": {"engine": "vllm"}}, CPU, "vllm", "rollout.engine says so"),
+        ({"rollout": {"engine": "transformers"}}, GPU, "transformers", "(rollout.engine = "),
+        ({"rollout": {"engine": "vllm"}}, CPU, "vllm", "(rollout.engine = "),
         ({"engine": {"url": "http://vllm:8000"}}, BARE_GPU, "vllm", "engine.url names one"),
     ],
 )

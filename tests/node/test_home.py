@@ -217,3 +217,39 @@ def test_unspecified_addresses_become_real_ones() -> None:
     assert reachable(["/ip4/0.0.0.0/tcp/1/p2p/x"]) == tuple(f"/ip4/{address}/tcp/1/p2p/x" for address in own)
     kept = ["/ip4/192.0.2.7/tcp/1/p2p/x", "/dns4/node.example/tcp/1/p2p/x"]
     assert reachable([*kept, kept[0]]) == tuple(kept)
+
+
+@pytest.mark.parametrize("pid", ['"x"', "-1", "9" * 30])
+def test_a_daemon_file_with_a_number_that_no_process_has(tmp_path: Path, pid: str) -> None:
+    home = Home(tmp_path / "home")
+    home.init()
+    home.daemon_path.write_text(f'{{"pid": {pid}, "url": "http://127.0.0.1:1", "started_at": 1.0, "addresses": []}}')
+    with pytest.raises(HomeError, match=r"daemon\.json is damaged"):
+        home.daemon()
+
+
+@pytest.mark.parametrize("content", [b"\xff\xfe", b"9" * 23])
+def test_a_lock_file_with_nonsense_names_no_process(tmp_path: Path, content: bytes) -> None:
+    home = Home(tmp_path / "home")
+    home.init()
+    home.lock_path.write_bytes(content)
+    assert home.holder() is None
+    with home.lock():
+        assert home.holder() == os.getpid()
+        home.lock_path.write_bytes(content)
+        with pytest.raises(HomeLocked, match="another process"), Home(home.path).lock():
+            pass
+
+
+def test_a_token_that_is_no_text(tmp_path: Path) -> None:
+    home = Home(tmp_path / "home")
+    home.init()
+    home.token_path.write_bytes(b"\xff\xfe")
+    with pytest.raises(HomeError, match=r"api\.token is damaged"):
+        home.token()
+
+
+def test_a_command_names_the_home_unless_it_is_the_usual_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert Home(tmp_path).command("open") == f"shoal --home {tmp_path} open"
+    monkeypatch.setenv("SHOAL_HOME", str(tmp_path))
+    assert Home(tmp_path).command("open") == "shoal open"

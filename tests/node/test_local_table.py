@@ -86,3 +86,12 @@ def test_elsewhere_it_is_a_line_when_something_changes(member: Member, monkeypat
     assert first.endswith("page http://127.0.0.1:8421")
     assert "step 13  reward" in second
     assert "state stopped; step 13 is saved in [somewhere]" in third
+
+
+def test_on_a_narrow_terminal_nothing_is_cut(member: Member) -> None:
+    shown = io.StringIO()
+    with LiveTable(Console(file=shown, force_terminal=True, width=80)) as table:
+        table.show([member])
+    text = "".join(shown.getvalue().split())
+    for cell in (*row(member), f"shoal --home {member.home.path} open"):
+        assert "".join(cell.split()) in text

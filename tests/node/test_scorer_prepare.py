@@ -13,6 +13,7 @@ from tests.node.evaluating import install
 
 KEEPING = """
 import os
+import sys
 import time
 
 from node.interfaces import Score
@@ -30,6 +31,15 @@ class Keeping:
                 time.sleep(0.01)
         if index == 13:
             raise ValueError("no such task")
+        if index == 14:
+            sys.exit(1)
+        if index == 15:
+            os._exit(1)
+        while index == 16:
+            try:
+                time.sleep(0.01)
+            except BaseException:
+                pass
         self.made[index] = self.made.get(index, (0, 0))[0] + 1, os.getpid()
 
     def task(self, seed, index):
@@ -62,10 +72,22 @@ async def test_a_child_finds_what_was_prepared(keeping: Scorer) -> None:
     assert [score.reward for score in scores] == [1, 0]
 
 
-@pytest.mark.parametrize("index", [13, 666])
+@pytest.mark.parametrize("index", [13, 14, 666])
 async def test_a_task_that_cannot_be_prepared_costs_its_own_answers_alone(keeping: Scorer, index: int) -> None:
     good, bad = TaskRef("keeping", "1", 5, 0), TaskRef("keeping", "1", 5, index)
     scores = await keeping.score([(good, "1"), (bad, "1")])
     assert [score.reward for score in scores] == [1, 0]
     assert keeping.restarts == 0
     assert keeping.pid is not None
+
+
+@pytest.mark.parametrize("index", [15, 16])
+async def test_a_task_that_ends_or_wedges_the_process_costs_that_once(
+    keeping: Scorer, index: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("node.scorer.GRACE_SECONDS", 1.0)
+    good, bad = TaskRef("keeping", "1", 5, 0), TaskRef("keeping", "1", 5, index)
+    for _ in range(2):
+        scores = await keeping.score([(good, "0"), (bad, "1"), (bad, "2")])
+        assert [score.failure for score in scores] == [None] * 3
+    assert keeping.restarts == 1

@@ -48,6 +48,38 @@ async def test_on_every_address_it_is_reached_over_loopback_and_only_with_the_to
         await server.stop()
 
 
+async def test_idle_connections_cannot_take_all_descriptors(view, clock, monkeypatch):
+    monkeypatch.setattr("web.server.MAX_CONNECTIONS", 4)
+    server = make(view, clock)
+    await server.start()
+    try:
+        port = int(server.url.rpartition(":")[2])
+        idle = [await asyncio.open_connection("127.0.0.1", port) for _ in range(6)]
+        async with aiohttp.ClientSession(server.url) as session, session.get("/healthz") as answer:
+            assert answer.status == 200
+        for reader, _ in idle[:3]:
+            assert await asyncio.wait_for(reader.read(), 10) == b""  # the oldest were closed
+        _, newest = idle[-1]
+        assert not newest.is_closing()
+        for _, writer in idle:
+            writer.close()
+    finally:
+        await server.stop()
+
+
+async def test_a_malformed_request_is_refused_and_fills_no_log(view, clock, caplog):
+    server = make(view, clock)
+    await server.start()
+    try:
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(server.url.rpartition(":")[2]))
+        writer.write(b"GET /" + b"a" * 9000 + b" HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
+        assert (await asyncio.wait_for(reader.readline(), 10)).startswith((b"HTTP/1.0 400", b"HTTP/1.1 400"))
+        writer.close()
+    finally:
+        await server.stop()
+    assert caplog.text == ""
+
+
 async def test_stop_is_fast_with_open_streams_and_idle_connections(view, clock):
     server = make(view, clock)
     await server.start()

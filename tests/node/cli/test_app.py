@@ -64,7 +64,7 @@ def test_json_before_and_after_the_command(run: Run, home: Home, args: tuple[str
         (["--set", "rollout.group_size=1", "up"], 2, "at least 2"),
         (["local", "--nodes", "0"], 2, "--nodes"),
         (["join", "shoal:broken"], 2, "invite"),
-        (["status"], 3, "start it with `shoal up`"),
+        (["status"], 3, "start it with `shoal --home"),
         (["down"], 3, "no daemon runs"),
         (["health"], 3, "no daemon runs"),
         (["swarm", "show"], 1, "shoal swarm create NAME"),

@@ -80,24 +80,27 @@ def test_status_of_a_node_that_is_down_says_how_it_ended(run: Run, home: Home) -
         assert result.exit_code == 3
         return result.stderr.strip().replace(str(home.path), "HOME")
 
-    assert told() == "shoal: no daemon runs on HOME ; start it with `shoal up`"
+    assert told() == "shoal: no daemon runs on HOME ; start it with `shoal --home HOME up`"
     home.write_daemon(DaemonInfo(2**22 + 1, "http://127.0.0.1:9", 1.0))  # no process has such a number
     history = History(home.database, lambda: 86_400.0)
     history.event("info", "resume", "continues after step 3")
-    assert told() == "shoal: no daemon runs on HOME, the last one was killed ; start it with `shoal up`"
+    assert told() == "shoal: no daemon runs on HOME, the last one was killed ; start it with `shoal --home HOME up`"
     home.remove_daemon()
-    assert told() == "shoal: no daemon runs on HOME ; start it with `shoal up`"
+    assert told() == "shoal: no daemon runs on HOME ; start it with `shoal --home HOME up`"
     history.event("error", "failed", "CheckpointError: step 4 cannot be repeated ; free some memory")
     history.event("info", "stop", "step 3 is saved")
     at = clock(86_400.0)
     assert told() == (
         f"shoal: no daemon runs on HOME, the last one failed at {at}: CheckpointError: step 4 cannot be repeated; "
-        "free some memory ; start it with `shoal up`"
+        "free some memory ; start it with `shoal --home HOME up`"
     )
+    home.write_daemon(DaemonInfo(2**22 + 1, "http://127.0.0.1:9", 1.0))
+    assert "the last one was killed" in told()  # the one that failed was started again since
+    home.remove_daemon()
     history.event("info", "resume", "continues after step 3")
     history.event("info", "stop", "step 3 is saved")
     history.close()
-    assert told() == "shoal: no daemon runs on HOME ; start it with `shoal up`"
+    assert told() == "shoal: no daemon runs on HOME ; start it with `shoal --home HOME up`"
 
 
 def test_peers_and_steps(run: Run, home: Home, daemon: Any) -> None:
