@@ -41,6 +41,7 @@ log = logging.getLogger(__name__)
 MAX_ANSWER_BYTES: Final = 64 * 1024
 CHUNK_JOBS: Final = 64
 CHUNK_BYTES: Final = 512 * 1024
+READ_BYTES: Final = 64 * 1024
 MAX_WAITING: Final = 256
 """Calls waiting for their turn; the next foreign one is turned away."""
 START_SECONDS: Final = 150.0
@@ -84,6 +85,8 @@ class Scorer:
         self._busy = False
         self._own_waiting = 0
         self._foreign_waiting = 0
+        self._unread = bytearray()
+        """What the process has said and nobody has asked for yet."""
         self._prepare = True
         """Whether tasks are made before the fork; no longer once the process ended over it."""
         self._decoder = msgspec.msgpack.Decoder(Reply)
@@ -254,16 +257,22 @@ class Scorer:
     async def _receive(self, seconds: float) -> Reply:
         assert self._process is not None
         assert self._process.stdout is not None
+        unread = self._unread
         try:
-            async with asyncio.timeout(seconds):
-                (length,) = LENGTH.unpack(await self._process.stdout.readexactly(LENGTH.size))
-                if length > MAX_REPLY_BYTES:
-                    raise _Gone(f"reply of {length} bytes")
-                return self._decoder.decode(await self._process.stdout.readexactly(length))
+            if (end := _end_of_reply(unread)) is None:
+                async with asyncio.timeout(seconds):
+                    while (end := _end_of_reply(unread)) is None:
+                        part = await self._process.stdout.read(READ_BYTES)
+                        if not part:
+                            raise _Gone("it ended")
+                        unread += part
+            reply = self._decoder.decode(unread[LENGTH.size : end])
         except TimeoutError as error:
             raise _Gone(f"no answer within {seconds:g} s") from error
-        except (asyncio.IncompleteReadError, msgspec.DecodeError) as error:
-            raise _Gone(f"it ended or talks nonsense ({type(error).__name__})") from error
+        except msgspec.DecodeError as error:
+            raise _Gone(f"it talks nonsense ({error})") from error
+        del unread[:end]
+        return reply
 
     async def _last_words(self) -> str:
         """The end of what a process that did not start wrote to stderr."""
@@ -278,6 +287,7 @@ class Scorer:
 
     async def _kill(self) -> None:
         process, self._process = self._process, None
+        self._unread.clear()
         if process is None:
             return
         if process.returncode is None:
@@ -316,6 +326,17 @@ class Scorer:
 def make_scorer(environments: Sequence[EnvironmentSpec], limits: LimitsConfig) -> Scorer:
     """The scorer of a node with these limits."""
     return Scorer(environments, deadline=limits.scorer_seconds, memory_mb=limits.scorer_memory_mb, clock=time.monotonic)
+
+
+def _end_of_reply(unread: bytearray) -> int | None:
+    """Where the first reply ends; None while it is not whole. Raises _Gone for one that is too long."""
+    if len(unread) < LENGTH.size:
+        return None
+    (length,) = LENGTH.unpack(unread[: LENGTH.size])
+    if length > MAX_REPLY_BYTES:
+        raise _Gone(f"reply of {length} bytes")
+    end: int = LENGTH.size + length
+    return end if len(unread) >= end else None
 
 
 def _can_travel(answer: str) -> bool:

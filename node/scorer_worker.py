@@ -38,6 +38,7 @@ BUILD_CPU_SECONDS = 45
 """Processor time for loading the environments: their settings come from a manifest."""
 START_SECONDS = 30.0
 """Until a forked child has confined itself, on a busy machine."""
+READ_BYTES = 64 * 1024
 PATIENCE_SECONDS = 0.5
 """A child ends itself at the deadline of a job; this much later it is killed."""
 
@@ -143,6 +144,9 @@ class _Child:
         theirs_in, self._requests = os.pipe()
         self._replies, theirs_out = os.pipe()
         self._deadline = setup.deadline
+        self._poll = select.poll()
+        self._poll.register(self._replies, select.POLLIN)
+        self._unread = b""
         self._pid = os.fork()
         if self._pid == 0:
             code = 1
@@ -157,12 +161,19 @@ class _Child:
         self.isolation = msgspec.msgpack.decode(self._receive(START_SECONDS), type=Ready).isolation
 
     def replies_to(self, raw: bytes, jobs: int) -> Iterator[bytes]:
-        """Give it a chunk; yields the frames of its replies as they come, one a job. Raises _Ended."""
+        """Give it a chunk; yields the frames of its replies as they come, one a job, together those that come together.
+
+        Raises _Ended.
+        """
         try:
             _write_all(self._requests, LENGTH.pack(len(raw)) + raw)
         except BrokenPipeError:
             raise _Ended(self._how()) from None
+        whole = b""
         for index in range(jobs):
+            if whole and not self._has_reply():
+                yield whole
+                whole = b""
             reply = self._receive(self._deadline + PATIENCE_SECONDS)
             try:
                 done = msgspec.msgpack.decode(reply, type=Done)
@@ -171,7 +182,8 @@ class _Child:
             if done is None or done.index != index:
                 self.kill()
                 raise _Ended("it talks nonsense")
-            yield LENGTH.pack(len(reply)) + reply
+            whole += LENGTH.pack(len(reply)) + reply
+        yield whole
 
     def kill(self) -> int:
         """End it, whatever it is doing; returns how it ended, which this does not change if it had ended already."""
@@ -193,18 +205,23 @@ class _Child:
             raise _Ended(f"reply of {length} bytes")
         return self._read(length, until, seconds)
 
+    def _has_reply(self) -> bool:
+        """Whether a whole one has been read already."""
+        if len(self._unread) < LENGTH.size:
+            return False
+        (length,) = LENGTH.unpack(self._unread[: LENGTH.size])
+        return bool(len(self._unread) >= LENGTH.size + length)
+
     def _read(self, count: int, until: float, seconds: float) -> bytes:
-        poll = select.poll()
-        poll.register(self._replies, select.POLLIN)
-        content = b""
-        while len(content) < count:
-            if not poll.poll(max(0.0, until - time.monotonic()) * 1000):
+        while len(self._unread) < count:
+            if not self._poll.poll(max(0.0, until - time.monotonic()) * 1000):
                 self.kill()
                 raise _Ended(f"no answer within {seconds:g} s")
-            part = os.read(self._replies, count - len(content))
+            part = os.read(self._replies, READ_BYTES)
             if not part:
                 raise _Ended(self._how())
-            content += part
+            self._unread += part
+        content, self._unread = self._unread[:count], self._unread[count:]
         return content
 
     def _how(self) -> str:

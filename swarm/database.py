@@ -107,6 +107,12 @@ class Database:
         try:
             yield
         except sqlite3.Error as error:
-            if error.sqlite_errorcode == sqlite3.SQLITE_FULL:
+            code = getattr(error, "sqlite_errorcode", None)  # none where SQLite itself was not asked
+            if code == sqlite3.SQLITE_FULL:
                 raise StoreFull(f"no room for {self._path}: free some disk, or lower limits.store_mb") from error
+            if code in (sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_CORRUPT):
+                raise StoreError(
+                    f"{self._path} is damaged ({error}) ; move it away: history, experience and reputation begin anew, "
+                    "the model goes on"
+                ) from error
             raise StoreError(f"{self._path}: {error}") from error

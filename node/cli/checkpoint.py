@@ -56,7 +56,12 @@ def list_all(session: Session) -> None:
         (entry.name, entry.step, entry.score, f"{entry.size / 2**20:.0f} MB", clock(entry.at), entry.path)
         for entry in entries
     ]
-    table(session, ["name", "step", "held-out", "size", "at", "path"], rows, "None yet; see shoal status for the step")
+    table(
+        session,
+        ["name", "step", "held-out", "size", "at", "path"],
+        rows,
+        "None yet: the steps so far are in the journal; see shoal status for the step",
+    )
 
 
 @checkpoint.command()

@@ -98,6 +98,12 @@ def invite(session: Session) -> None:
         emit({"invite": link, "swarm": membership.name, "bootstrap": addresses, "private": membership.psk is not None})
     else:
         click.echo(link)
+    if all(address.startswith(("/ip4/127.", "/ip6/::1/")) for address in addresses):
+        click.echo(
+            "shoal: these addresses are of this machine only, so nobody elsewhere can use the invite ; "
+            "shoal config set network.listen /ip4/0.0.0.0/tcp/7946, then start the node again",
+            err=True,
+        )
 
 
 def own_addresses(home: "Home", session: Session) -> tuple[str, ...]:

@@ -227,7 +227,7 @@ def test_a_full_disk_is_a_typed_error_and_costs_nothing_else(store: ExperienceSt
 
 def test_a_file_that_is_no_database_and_one_of_a_newer_shoal_are_named(tmp_path: Path, clock: Any) -> None:
     (tmp_path / "bad.db").write_bytes(b"not a database, but long enough to be read as one" * 100)
-    with pytest.raises(StoreError, match=r"bad\.db"):
+    with pytest.raises(StoreError, match=r"bad\.db is damaged .* ; move it away"):
         ExperienceStore(tmp_path / "bad.db", 1 << 20, clock)
     ExperienceStore(tmp_path / "new.db", 1 << 20, clock).close()
     with sqlite3.connect(tmp_path / "new.db") as connection:

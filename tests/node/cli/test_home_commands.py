@@ -127,6 +127,14 @@ def test_invite_and_join(run: Run, home: Home, tmp_path: Path) -> None:
     assert other.swarm() == invite
 
 
+def test_an_invite_that_only_this_machine_can_use_says_so(run: Run, home: Home) -> None:
+    assert run("--home", home.path, "swarm", "create", "mine").exit_code == 0
+    listen = ["--set", "network.listen=/ip4/127.0.0.1/tcp/7946", "swarm", "invite"]
+    made = run("--home", home.path, *listen)
+    assert made.stdout.startswith("shoal:")
+    assert "nobody elsewhere can use the invite" in made.stderr
+
+
 def test_invite_names_announced_and_daemon_addresses(run: Run, home: Home) -> None:
     run("--home", home.path, "swarm", "create", "mine")
     peer_id = home.identity().peer_id
