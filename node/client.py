@@ -96,8 +96,8 @@ def connect(home: Home, timeout: float = TIMEOUT) -> Client:
     info = home.daemon()
     if info is None and (pid := home.holder()) is not None:
         raise DaemonUnreachable(
-            f"process {pid} holds {home.path}, but does not answer yet ; a node takes up to a minute to start: try "
-            "again, or see `shoal logs`"
+            f"process {pid} holds {home.path} and does not answer: a node takes up to a minute to start, and offline "
+            "training answers nobody ; try again, or see `shoal logs`"
         )
     if info is None:
         raise DaemonUnreachable(f"no daemon runs on {home.path} ; start it with `{home.command('up')}`")

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from protocol.invite import InviteError, check_address, check_peer_address
+from protocol.invite import check_address, check_peer_address
 
 
 def split_commas(value: object) -> object:
@@ -32,10 +32,7 @@ def announced(address: str) -> str:
 
 
 def dialled(address: str) -> str:
-    try:
-        check_peer_address(address)
-    except InviteError as error:
-        raise ValueError(str(error)) from error
+    check_peer_address(address)
     return address
 
 

@@ -66,16 +66,7 @@ def run(
 
     The caller holds the home's lock. `as_json`: print how it ended.
     """
-    daemon = Daemon(home, settings, clock=time.time)
-    code = asyncio.run(daemon.main(steps, stay))
-    if as_json:
-        ended = {
-            "state": "FAILED" if code else "STOPPED",
-            "reason": daemon.farewell,
-            "peer_id": daemon.identity.peer_id,
-        }
-        print(json.dumps(ended))  # noqa: T201 - the one value on stdout
-    leave(home, code)
+    leave(home, asyncio.run(Daemon(home, settings, clock=time.time, as_json=as_json).main(steps, stay)))
 
 
 def leave(home: Home, code: int) -> NoReturn:
@@ -84,6 +75,7 @@ def leave(home: Home, code: int) -> NoReturn:
     Everything is on disk: files are fsynced as they are written, and what the model thread computes is journalled.
     """
     home.remove_daemon()  # `shoal down` takes this for the end of the process
+    home.clear_holder()
     logging.shutdown()
     sys.stdout.flush()
     os._exit(code)
@@ -92,7 +84,7 @@ def leave(home: Home, code: int) -> NoReturn:
 class Daemon:
     """One node's life in one process."""
 
-    def __init__(self, home: Home, settings: Settings, *, clock: Callable[[], float]) -> None:
+    def __init__(self, home: Home, settings: Settings, *, clock: Callable[[], float], as_json: bool = False) -> None:
         self.home, self.settings, self.config, self.clock = home, settings, settings.config, clock
         self.identity = home.identity()
         self.started_at = clock()
@@ -108,8 +100,7 @@ class Daemon:
         self.scorer: Scorer | None = None
         self.exchange: Exchange | None = None
         self.loop: Loop | None = None
-        self.farewell = ""
-        """What is saved, once the node has ended."""
+        self.as_json = as_json
         swarm = home.swarm()
         self.transport = Libp2pTransport(
             self.identity, [self._listen()], announce=self.config.network.announce, psk=swarm.psk
@@ -151,7 +142,7 @@ class Daemon:
         if pending:
             log.warning("the services did not stop within %.0f s; leaving them", STOP_SECONDS)
         stop.cancel()
-        self._goodbye()
+        self._goodbye(code)
         if pending:
             leave(self.home, code)  # asyncio would wait for them without end
         return code
@@ -352,7 +343,7 @@ class Daemon:
     def _say_failed(self, error: BaseException) -> None:
         self.progress.say("FAILED", f"{type(error).__name__}: {error}", "read the log: shoal logs")
 
-    def _goodbye(self) -> None:
+    def _goodbye(self, code: int) -> None:
         """Say what is saved, and close the files."""
         if self.loop is None or self.loop.saved is None:
             said = "stopped before training began; what was saved before is untouched"
@@ -361,8 +352,12 @@ class Daemon:
             said = f"step {saved} is saved (checkpoint of step {base} and {saved - base} journalled updates)"
             if saved == 0:
                 said = "stopped before the first step was done: there is nothing to save yet"
-        self.farewell = said
         self.history.event("info", "stop", said)  # the last words of the process, in its log too
+        if self.as_json:
+            ended = {"state": "STOPPED", "reason": said, "peer_id": self.identity.peer_id}
+            if code:
+                ended |= {"state": "FAILED", "reason": self.progress.reason}
+            print(json.dumps(ended), flush=True)  # noqa: T201 - the one value on stdout
         self.device.close()
         self.history.close()
         self.store.close()

@@ -9,6 +9,7 @@ import ipaddress
 import json
 import os
 import secrets
+import shlex
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -116,7 +117,8 @@ class Home:
 
     def command(self, words: str) -> str:
         """How a person calls `shoal` for this home."""
-        return f"shoal {words}" if self.path == default_home().resolve() else f"shoal --home {self.path} {words}"
+        named = "" if self.path == default_home().resolve() else f"--home {shlex.quote(str(self.path))} "
+        return f"shoal {named}{words}"
 
     def init(self) -> bool:
         """Create what is missing and keep what is there. True: a new identity was made. Raises HomeError, OSError."""
@@ -189,7 +191,17 @@ class Home:
     def holder(self) -> int | None:
         """The living process that holds the home, as it wrote itself down."""
         pid = self._noted()
-        return pid if pid is not None and psutil.pid_exists(pid) else None
+        if pid is None:
+            return None
+        try:
+            # one that began after the note is another one with the same number
+            return pid if psutil.Process(pid).create_time() <= self.lock_path.stat().st_mtime + 2.0 else None
+        except (psutil.Error, OSError):
+            return None
+
+    def clear_holder(self) -> None:
+        """Of a process that is about to end: nobody is to take it for the holder any more."""
+        self.lock_path.write_bytes(b"")
 
     def _noted(self) -> int | None:
         """The process number in the lock file, if there is one."""

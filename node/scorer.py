@@ -179,8 +179,10 @@ class Scorer:
         results: list[Done] = []
         try:
             await self._send(Chunk(tuple(jobs), self._prepare))
+            preparing = self._setup.deadline if self._prepare else 0.0  # before the first answer
             while len(results) < len(jobs):
-                match await self._receive(self._setup.deadline + GRACE_SECONDS):
+                wait = self._setup.deadline + GRACE_SECONDS + (0.0 if results else preparing)
+                match await self._receive(wait):
                     case Done(index=index) as done if index == len(results):
                         results.append(done)
                     case Died(why=why):

@@ -88,7 +88,8 @@ def _pass_on(incoming: int, outgoing: int, setup: Setup, environments: Environme
         try:
             if alone:
                 if chunk.prepare:
-                    _prepare(environments, jobs, setup.deadline)
+                    with suppress(_Late):
+                        _prepare(environments, jobs, setup.deadline)
                 child = _Child(setup, environments, cpu_seconds=math.ceil(len(jobs) * setup.deadline) + 1)
             else:
                 child = lasting = lasting or _Child(setup, environments)
@@ -118,7 +119,7 @@ def _late(*_: object) -> None:
 def _prepare(environments: Environments, jobs: Sequence[Job], seconds: float) -> None:
     """Make the tasks that environments keep, as far as that gets in `seconds`.
 
-    What swallows _Late, or ends this process, costs it once: `node.scorer` then asks for no more of it.
+    What swallows _Late, or ends this process, costs it once: `node.scorer` then asks for no more of it. Raises _Late.
     """
     try:
         signal.setitimer(signal.ITIMER_REAL, seconds)
@@ -127,8 +128,6 @@ def _prepare(environments: Environments, jobs: Sequence[Job], seconds: float) ->
             if prepare is not None:
                 with suppress(Exception, SystemExit, KeyboardInterrupt):  # the child meets it again and reports it
                     prepare(ref.seed, ref.index)
-    except _Late:
-        return
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
 
@@ -180,6 +179,8 @@ class _Child:
             except msgspec.DecodeError:
                 done = None
             if done is None or done.index != index:
+                if whole:
+                    yield whole
                 self.kill()
                 raise _Ended("it talks nonsense")
             whole += LENGTH.pack(len(reply)) + reply

@@ -29,7 +29,7 @@ _SHAPE = "/ip4|ip6|dns|dns4|dns6/HOST/tcp/PORT"
 _HOST_NAME = re.compile(r"^(?=.{1,253}$)[A-Za-z0-9_]([A-Za-z0-9_-]*[A-Za-z0-9_])?(\.[A-Za-z0-9_-]+)*\.?\Z")
 
 
-class InviteError(Exception):
+class InviteError(ValueError):
     """An invite cannot be used; the message says what is wrong with it and what to do."""
 
 

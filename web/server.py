@@ -128,6 +128,6 @@ def _accept(runner: web.AppRunner) -> asyncio.Protocol:
     """What answers a new connection."""
     assert runner.server is not None
     open_ones = runner.server.connections  # oldest first
-    if len(open_ones) >= MAX_CONNECTIONS:
-        open_ones[0].force_close()
+    for surplus in open_ones[: max(0, len(open_ones) + 1 - MAX_CONNECTIONS)]:
+        surplus.force_close()
     return runner.server()

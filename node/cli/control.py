@@ -43,8 +43,12 @@ def down(session: Session) -> None:
 def farewell(home: "Home") -> str | None:
     """What the last daemon said was saved when it stopped."""
     from node.history import History
+    from swarm.database import StoreError
 
-    history = History(home.database, time.time)
+    try:
+        history = History(home.database, time.time)
+    except StoreError:  # a full disk, say: the node has stopped all the same
+        return None
     try:
         return next((event["message"] for event in history.events(None, 1) if event["kind"] == "stop"), None)
     finally:

@@ -202,5 +202,4 @@ def test_adapters_hold_less_than_all_weights(tiny_model: Callable[..., Path], tm
         for case in ("all weights", "adapters of rank 16, recomputing")
     )
     assert whole["optimizer_mb"] > adapted["optimizer_mb"] > 0
-    assert whole["peak_mb"] > 0
-    assert adapted["cpu_seconds"] > 0
+    assert whole["weights_mb"] < adapted["weights_mb"]

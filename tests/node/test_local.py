@@ -110,6 +110,7 @@ def test_a_killed_node_comes_back_and_ctrl_c_loses_nothing(swarm: Path, tiny_mod
         output, _ = process.communicate(timeout=15)
         assert time.monotonic() - started < 6
         assert "saved" in output
+        assert [Home(swarm / f"node-{n}").lock_path.read_bytes() for n in (1, 2)] == [b"", b""]  # nobody holds them
     with local(swarm, tiny_model("llama", ascii_only=True)) as process:
         until(lambda: all(status(swarm, n)["step"] >= steps[n - 1] for n in (1, 2)), process)
 

@@ -46,6 +46,8 @@ class Keeping:
         raise NotImplementedError
 
     def score(self, seed, index, answer):
+        if answer == "nonsense":
+            return Score(reward=True, parsed=True)
         times, process = self.made.get(index, (0, 0))
         return Score(reward=float(times == int(answer) and process == os.getppid()), parsed=True)
 
@@ -85,9 +87,16 @@ async def test_a_task_that_cannot_be_prepared_costs_its_own_answers_alone(keepin
 async def test_a_task_that_ends_or_wedges_the_process_costs_that_once(
     keeping: Scorer, index: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("node.scorer.GRACE_SECONDS", 1.0)
+    monkeypatch.setattr("node.scorer.GRACE_SECONDS", 3.0)
     good, bad = TaskRef("keeping", "1", 5, 0), TaskRef("keeping", "1", 5, index)
     for _ in range(2):
         scores = await keeping.score([(good, "0"), (bad, "1"), (bad, "2")])
         assert [score.failure for score in scores] == [None] * 3
     assert keeping.restarts == 1
+
+
+async def test_replies_before_nonsense_count(keeping: Scorer) -> None:
+    ref = TaskRef("keeping", "1", 5, 0)
+    scores = await keeping.score([(ref, "1"), (ref, "1"), (ref, "nonsense"), (ref, "2")])
+    assert [score.reward for score in scores] == [1, 1, 0, 1]
+    assert [score.failure for score in scores] == [None, None, "scorer_failed: it talks nonsense", None]

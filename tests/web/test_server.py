@@ -59,8 +59,13 @@ async def test_idle_connections_cannot_take_all_descriptors(view, clock, monkeyp
             assert answer.status == 200
         for reader, _ in idle[:3]:
             assert await asyncio.wait_for(reader.read(), 10) == b""  # the oldest were closed
-        _, newest = idle[-1]
-        assert not newest.is_closing()
+        reader, newest = idle[-1]
+        newest.write(b"GET /healthz HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
+        assert (await asyncio.wait_for(reader.readline(), 10)).startswith(b"HTTP/1.1 200")
+        await asyncio.gather(*(asyncio.open_connection("127.0.0.1", port) for _ in range(40)))
+        await asyncio.open_connection("127.0.0.1", port)
+        await asyncio.sleep(0.1)
+        assert len(server._runner.server.connections) <= 8
         for _, writer in idle:
             writer.close()
     finally:
