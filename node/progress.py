@@ -48,9 +48,8 @@ class Progress:
         """State, reason and next action for a person: a pause covers the words of what it holds up."""
         if self.paused is None or self.state in {"IDLE", "STOPPING", "FAILED"}:
             return self.state, self.reason, self.next
-        yet = "" if self.stage == "paused" else " (after the step in progress)"
-        if self.state in {"STARTING", "RESUMING"}:
-            yet = " (once the node has started)"
+        begun = "after the step in progress" if self.state not in {"STARTING", "RESUMING"} else "once it has started"
+        yet = "" if self.stage == "paused" else f" ({begun})"
         return "PAUSED", f"{self.paused}{yet}", "run shoal resume to go on"
 
     def step_age(self, now: float) -> float | None:

@@ -161,15 +161,18 @@ async def test_a_pause_covers_what_it_holds_up_until_it_is_over(make_loop: Calla
     progress.paused = "playing"
     loop.unpaused.clear()
     progress.say("RESUMING", "replaying")  # said after the pause, as while starting
-    assert progress.told() == ("PAUSED", "playing (after the step in progress)", "run shoal resume to go on")
+    assert progress.told() == ("PAUSED", "playing (once it has started)", "run shoal resume to go on")
     running = asyncio.create_task(loop.run(1))
     await asyncio.sleep(0.05)
     assert progress.told() == ("PAUSED", "playing", "run shoal resume to go on")
     running.cancel()
     progress.paused = None
     assert progress.told()[0] == "RESUMING"
-    progress.say("IDLE", "done")
+    progress.say("TRAINING", "alone")
+    progress.enter("step")
     progress.paused = "playing"
+    assert progress.told()[1] == "playing (after the step in progress)"
+    progress.say("IDLE", "done")
     assert progress.told()[0] == "IDLE"
 
 
