@@ -21,16 +21,17 @@ from node.config import LimitsConfig
 from node.interfaces import Score, Task
 from node.scorer_wire import (
     LENGTH,
-    MAX_REPLY_BYTES,
     Chunk,
     Died,
     Done,
     Job,
+    Overlong,
     Ready,
     Refused,
     Reply,
     Setup,
     Wanted,
+    end_of_frame,
     frame,
 )
 from protocol.manifest import EnvironmentSpec
@@ -261,9 +262,9 @@ class Scorer:
         assert self._process.stdout is not None
         unread = self._unread
         try:
-            if (end := _end_of_reply(unread)) is None:
+            if (end := end_of_frame(unread)) is None:
                 async with asyncio.timeout(seconds):
-                    while (end := _end_of_reply(unread)) is None:
+                    while (end := end_of_frame(unread)) is None:
                         part = await self._process.stdout.read(READ_BYTES)
                         if not part:
                             raise _Gone("it ended")
@@ -271,7 +272,7 @@ class Scorer:
             reply = self._decoder.decode(unread[LENGTH.size : end])
         except TimeoutError as error:
             raise _Gone(f"no answer within {seconds:g} s") from error
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, Overlong) as error:
             raise _Gone(f"it talks nonsense ({error})") from error
         del unread[:end]
         return reply
@@ -325,20 +326,9 @@ class Scorer:
             self._turn.notify_all()
 
 
-def make_scorer(environments: Sequence[EnvironmentSpec], limits: LimitsConfig) -> Scorer:
+def make_scorer(environments: Sequence[EnvironmentSpec], limits: LimitsConfig, kind: type[Scorer] = Scorer) -> Scorer:
     """The scorer of a node with these limits."""
-    return Scorer(environments, deadline=limits.scorer_seconds, memory_mb=limits.scorer_memory_mb, clock=time.monotonic)
-
-
-def _end_of_reply(unread: bytearray) -> int | None:
-    """Where the first reply ends; None while it is not whole. Raises _Gone for one that is too long."""
-    if len(unread) < LENGTH.size:
-        return None
-    (length,) = LENGTH.unpack(unread[: LENGTH.size])
-    if length > MAX_REPLY_BYTES:
-        raise _Gone(f"reply of {length} bytes")
-    end: int = LENGTH.size + length
-    return end if len(unread) >= end else None
+    return kind(environments, deadline=limits.scorer_seconds, memory_mb=limits.scorer_memory_mb, clock=time.monotonic)
 
 
 def _can_travel(answer: str) -> bool:

@@ -74,6 +74,21 @@ class Died(msgspec.Struct, frozen=True, array_like=True, tag=True):
 Reply = Ready | Refused | Done | Died
 
 
+class Overlong(ValueError):
+    """A frame longer than any reply."""
+
+
+def end_of_frame(unread: bytes | bytearray) -> int | None:
+    """Where the first frame ends; None while it is not whole. Raises Overlong."""
+    if len(unread) < LENGTH.size:
+        return None
+    (length,) = LENGTH.unpack_from(unread)
+    if length > MAX_REPLY_BYTES:
+        raise Overlong(f"reply of {length} bytes")
+    end: int = LENGTH.size + length
+    return end if len(unread) >= end else None
+
+
 def frame(message: msgspec.Struct) -> bytes:
     """The bytes of one message on the pipe."""
     body = msgspec.msgpack.encode(message)

@@ -30,7 +30,7 @@ import protocol
 from node.environments.known import EnvironmentUnknown, SettingsRefused, build
 from node.interfaces import Environment
 from node.isolation import bound_cpu, bound_memory, die_with_parent, isolate
-from node.scorer_wire import LENGTH, MAX_REPLY_BYTES, Chunk, Died, Done, Job, Ready, Refused, Setup, frame
+from node.scorer_wire import LENGTH, Chunk, Died, Done, Job, Overlong, Ready, Refused, Setup, end_of_frame, frame
 
 Environments = Mapping[tuple[str, str], Environment]
 
@@ -200,30 +200,27 @@ class _Child:
     def _receive(self, seconds: float) -> bytes:
         """One message. Raises _Ended, having killed it, when it does not come, or not whole, in time."""
         until = time.monotonic() + seconds
-        (length,) = LENGTH.unpack(self._read(LENGTH.size, until, seconds))
-        if length > MAX_REPLY_BYTES:
+        try:
+            while (end := end_of_frame(self._unread)) is None:
+                if not self._poll.poll(max(0.0, until - time.monotonic()) * 1000):
+                    self.kill()
+                    raise _Ended(f"no answer within {seconds:g} s")
+                part = os.read(self._replies, READ_BYTES)
+                if not part:
+                    raise _Ended(self._how())
+                self._unread += part
+        except Overlong as error:
             self.kill()
-            raise _Ended(f"reply of {length} bytes")
-        return self._read(length, until, seconds)
+            raise _Ended(str(error)) from None
+        reply, self._unread = self._unread[LENGTH.size : end], self._unread[end:]
+        return reply
 
     def _has_reply(self) -> bool:
         """Whether a whole one has been read already."""
-        if len(self._unread) < LENGTH.size:
-            return False
-        (length,) = LENGTH.unpack(self._unread[: LENGTH.size])
-        return bool(len(self._unread) >= LENGTH.size + length)
-
-    def _read(self, count: int, until: float, seconds: float) -> bytes:
-        while len(self._unread) < count:
-            if not self._poll.poll(max(0.0, until - time.monotonic()) * 1000):
-                self.kill()
-                raise _Ended(f"no answer within {seconds:g} s")
-            part = os.read(self._replies, READ_BYTES)
-            if not part:
-                raise _Ended(self._how())
-            self._unread += part
-        content, self._unread = self._unread[:count], self._unread[count:]
-        return content
+        try:
+            return end_of_frame(self._unread) is not None
+        except Overlong:
+            return False  # `_receive` says so, after those before it were passed on
 
     def _how(self) -> str:
         """Why it is gone, its pipe being closed."""

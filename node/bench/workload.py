@@ -12,7 +12,7 @@ import msgspec
 
 from node.assign import DataPosition
 from node.config import Config
-from node.scorer import Scorer
+from node.scorer import Scorer, make_scorer
 from protocol.identity import Identity
 from protocol.manifest import Manifest, embedded_manifest
 from protocol.rollout import TaskRef
@@ -65,13 +65,7 @@ def own_refs(manifest: Manifest, count: int) -> tuple[TaskRef, ...]:
 
 
 def bench_scorer(manifest: Manifest, config: Config, kind: type[Scorer] = Scorer) -> Scorer:
-    limits = config.limits
-    return kind(
-        manifest.environments,
-        deadline=limits.scorer_seconds,
-        memory_mb=limits.scorer_memory_mb,
-        clock=time.monotonic,
-    )
+    return make_scorer(manifest.environments, config.limits, kind)
 
 
 def median(values: list[float]) -> float:
