@@ -150,7 +150,7 @@ class TrainConfig(Section):
     routing_replay: Literal["auto", "on", "off"] = Field(
         "auto", description="train with the experts that the rollout chose; auto: where the model has experts"
     )
-    tokens_per_micro_batch: int = Field(768, ge=64, description="token budget of one forward and backward")
+    tokens_per_micro_batch: int = Field(640, ge=64, description="token budget of one forward and backward")
     mini_batches: int = Field(1, ge=1, le=256, description="optimizer steps that a batch's groups are dealt to")
     passes: int = Field(1, ge=1, le=64, description="times a batch is gone through")
 

@@ -175,5 +175,5 @@ class TestWithTrl:
             raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
 
         monkeypatch.setattr("node.offline.trainers._trainer", no_memory)
-        with pytest.raises(OfflineError, match=r"with 4 examples a forward ; lower train.tokens_per_micro_batch .768"):
+        with pytest.raises(OfflineError, match=r"with 4 examples a forward ; lower train.tokens_per_micro_batch .640"):
             trained(bundle, tmp_path, "sft")
