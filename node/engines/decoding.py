@@ -38,8 +38,9 @@ class Limits:
 
     rows: int = 64
     """Samples decoded together. One group with more of them is still taken, alone."""
-    cache_bytes: int = 1 << 30
-    """Keys and values. A single group beyond it is still taken, alone."""
+    cache_bytes: int = 1 << 29
+    """Keys and values. A single group beyond it is still taken, alone. Held-out tasks, each with a prompt of its own,
+    fill it; with twice as much an evaluation of the embedded model took more memory than an update."""
     knee: float = 0.0
     """Tokens below which a pass takes about as long whatever their number; 0: no guesses."""
 
