@@ -7,8 +7,8 @@ that time, CPU time and peak memory of one are not those of the other. Nothing i
 from typing import Any
 
 
-def run(name: str, threads: int = 1) -> dict[str, Any]:
-    """Run the benchmark of a module of this package with a `compare`; its result as JSON values.
+def run(name: str, threads: int = 1, **options: Any) -> dict[str, Any]:
+    """Run the benchmark of a module of this package with a `compare`, which gets `options`; its result as JSON values.
 
     Raises BenchError when a side fails, or what it is compared with is not installed.
     """
@@ -18,5 +18,5 @@ def run(name: str, threads: int = 1) -> dict[str, Any]:
     from node.bench.machine import machine
 
     facts = machine(threads)
-    outcome: dict[str, Any] = asyncio.run(import_module(f"node.bench.{name}").compare(threads, facts))
+    outcome: dict[str, Any] = asyncio.run(import_module(f"node.bench.{name}").compare(threads, facts, **options))
     return {"bench": name, "machine": facts, **outcome}

@@ -7,7 +7,7 @@ import click
 
 from node.cli.session import Command, Session, with_session
 
-NAMES = ("step", "rollout", "exchange", "scorer", "train", "memory", "routing", "scheduler", "drafting")
+NAMES = ("step", "rollout", "exchange", "scorer", "train", "memory", "routing", "scheduler", "drafting", "soak")
 
 
 @click.command(cls=Command)
@@ -15,21 +15,24 @@ NAMES = ("step", "rollout", "exchange", "scorer", "train", "memory", "routing", 
 @click.option(
     "--threads", type=click.IntRange(1, 1024), default=1, show_default=True, help="torch threads of each side"
 )
+@click.option("--minutes", type=click.FloatRange(1, 10_000), help="how long; only of soak (default 120)")
 @with_session
-def bench(session: Session, name: str, threads: int) -> None:
+def bench(session: Session, name: str, threads: int, minutes: float | None) -> None:
     """Run a benchmark.
 
     `step` against TRL, `rollout` against HF generate, `exchange` over libp2p, `scorer`: isolated scoring, `train`:
     prefix merging against plain packing, `memory`: training all weights or adapters, `routing`: rollout and training of
     a mixture of experts, with routing replay and without, `scheduler`: rollout policies on simulated engines,
-    `drafting`: sampling with guesses at next tokens and without.
+    `drafting`: sampling with guesses at next tokens and without, `soak`: two nodes left on, one ended every 10 minutes.
     """
+    if minutes is not None and name != "soak":
+        raise click.UsageError(f"--minutes is for soak; {name} ends by itself")
     session.start_logging(None)
 
     from node.bench import run
     from node.cli.output import emit, facts, table
 
-    result = run(name, threads=threads)
+    result = run(name, threads, **({} if minutes is None else {"minutes": minutes}))
     if session.as_json:
         emit(result)
         return
