@@ -72,7 +72,7 @@ class PackedAttention:
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float
     ) -> torch.Tensor:
         if self.kept is not None:
-            self.kept.append((key[0], value[0]))
+            self.kept.append((key[0].contiguous(), value[0].contiguous()))
         output: torch.Tensor = _Blockwise.apply(query, key, value, scaling, self.blocks)
         return output
 
