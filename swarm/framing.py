@@ -15,7 +15,7 @@ message on the wire.
 
 import math
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Protocol
 
 CHUNK_BYTES = 64 * 1024
@@ -56,12 +56,27 @@ class Writable(Protocol):
     async def write(self, data: bytes) -> None: ...
 
 
+class Pace(Protocol):
+    """How fast bytes may be read: `swarm.throttle.Lane`."""
+
+    @property
+    def piece(self) -> int: ...
+
+    async def passed(self, size: int) -> None: ...
+
+
 async def write_frame(stream: Writable, payload: bytes) -> None:
     """Write one frame. The caller holds the deadline."""
+    for piece in frame_pieces(payload, CHUNK_BYTES):
+        await stream.write(piece)
+
+
+def frame_pieces(payload: bytes, size: int) -> Iterator[bytes]:
+    """One frame in pieces of at most `size` bytes of the payload."""
     # The header rides with the first bytes: one packet for a small request, not two.
-    await stream.write(_LENGTH.pack(len(payload)) + payload[:CHUNK_BYTES])
-    for offset in range(CHUNK_BYTES, len(payload), CHUNK_BYTES):
-        await stream.write(payload[offset : offset + CHUNK_BYTES])
+    yield _LENGTH.pack(len(payload)) + payload[:size]
+    for offset in range(size, len(payload), size):
+        yield payload[offset : offset + size]
 
 
 async def write_wait(stream: Writable, seconds: float) -> None:
@@ -75,12 +90,14 @@ async def read_frame(stream: Readable, max_bytes: int, arrived: Callable[[bytes]
     await _read_body(stream, await _read_number(stream), max_bytes, arrived)
 
 
-async def read_answer(stream: Readable, max_bytes: int, arrived: Callable[[bytes], None]) -> None:
-    """`read_frame` for the requester, which may be asked to wait instead: FrameRefused."""
+async def read_answer(
+    stream: Readable, max_bytes: int, arrived: Callable[[bytes], None], pace: Pace | None = None
+) -> None:
+    """`read_frame` for the requester, at its pace; it may be asked to wait instead: FrameRefused."""
     length = await _read_number(stream)
     if length == _WAIT:
         raise FrameRefused(min(MAX_WAIT_SECONDS, await _read_number(stream) / 1000))
-    await _read_body(stream, length, max_bytes, arrived)
+    await _read_body(stream, length, max_bytes, arrived, pace)
 
 
 async def _read_number(stream: Readable) -> int:
@@ -94,13 +111,17 @@ async def _read_number(stream: Readable) -> int:
     return int(number)
 
 
-async def _read_body(stream: Readable, length: int, max_bytes: int, arrived: Callable[[bytes], None]) -> None:
+async def _read_body(
+    stream: Readable, length: int, max_bytes: int, arrived: Callable[[bytes], None], pace: Pace | None = None
+) -> None:
     if length > max_bytes:
         raise FrameTooLarge(f"frame of {length} bytes is over the cap of {max_bytes}")
     remaining = length
     while remaining:
-        piece = await stream.read(min(remaining, CHUNK_BYTES))
+        piece = await stream.read(min(remaining, pace.piece if pace else CHUNK_BYTES))
         if not piece:
             raise FrameError(f"stream closed after {length - remaining} of {length} bytes")
         remaining -= len(piece)
         arrived(piece)
+        if pace:
+            await pace.passed(len(piece))

@@ -23,6 +23,8 @@ PROTOCOLS = [TProtocol("/meshsub/1.1.0"), TProtocol("/meshsub/1.0.0")]
 FORWARDER_RATE, FORWARDER_BURST = 500.0, 1000.0
 """Messages/s, and at once, that are looked at from one forwarder; the rest is neither delivered nor relayed."""
 MAX_RPC_BYTES = 256 * 1024
+MESH_DEGREE = 6
+"""Peers that a message is sent on to."""
 
 log = logging.getLogger(__name__)
 
@@ -30,7 +32,7 @@ log = logging.getLogger(__name__)
 def new_pubsub(host: IHost) -> Pubsub:
     router = GossipSub(
         protocols=PROTOCOLS,
-        degree=6,
+        degree=MESH_DEGREE,
         degree_low=4,
         degree_high=12,
         heartbeat_interval=1,

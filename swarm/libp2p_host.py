@@ -24,12 +24,14 @@ from swarm.framing import FrameError
 from swarm.libp2p_addresses import ADDRESSES_PER_PEER, AddressBook, parse, without_peer
 from swarm.libp2p_bans import Bans
 from swarm.libp2p_dht import Dht
-from swarm.libp2p_gossip import Inbox, new_pubsub
+from swarm.libp2p_gossip import MESH_DEGREE, Inbox, new_pubsub
 from swarm.libp2p_ping import answers
 from swarm.libp2p_setup import ConnectionEvents, HostSettings, check_port_is_free, configured_host
 from swarm.libp2p_streams import IDLE_SECONDS, Runtime, Streams
+from swarm.throttle import Lane, Throttle
 from swarm.transport import (
     Event,
+    Message,
     PeerConnected,
     PeerDisconnected,
     PeerUnreachable,
@@ -71,21 +73,22 @@ class Calls:
 class Libp2pHost:
     """One libp2p host. Made and used in one trio run; counters may be read from any thread."""
 
-    def __init__(self, settings: HostSettings, calls: Calls) -> None:
+    def __init__(self, settings: HostSettings, calls: Calls, throttle: Throttle) -> None:
         self._settings = settings
         self._calls = calls
         self._host = configured_host(settings)
         self._network = self._host.get_network()
         self._peerstore = self._host.get_peerstore()
         self._pubsub = new_pubsub(self._host)
-        self._inbox = Inbox(self._host.get_id(), calls.emit, trio.current_time)
+        self._up, self._down = (Lane(way, trio.current_time, trio.sleep) for way in (throttle.up, throttle.down))
+        self._inbox = Inbox(self._host.get_id(), self._heard, trio.current_time)
         self._dht = Dht(self._host)
         self._dht_stale = trio.Event()
         self._publish_send, self._publish_receive = trio.open_memory_channel[tuple[str, bytes]](PUBLISH_QUEUE)
         self._nursery: trio.Nursery | None = None
         self._book = AddressBook()
         self._banned = Bans(self._pubsub)
-        self._runtime = Runtime(trio.current_time, trio.fail_after, self._finish, STREAM_ERRORS)
+        self._runtime = Runtime(trio.current_time, trio.fail_after, self._finish, STREAM_ERRORS, self._up, self._down)
         self.streams = Streams(self._host, self._runtime, calls.answer, self._banned.__contains__)
         self.connected: dict[str, None] = {}
         self.published = self.published_bytes = self.dropped_publishes = 0
@@ -270,6 +273,16 @@ class Libp2pHost:
 
         self._spawn(drain)
 
+    def _heard(self, message: Message) -> None:
+        self._calls.emit(message)
+        self._down.spend(len(message.data))
+        self._up.spend(len(message.data) * (self._copies - 1))
+
+    @property
+    def _copies(self) -> int:
+        """About how many peers a message goes to: those of the mesh, as the library does not say."""
+        return max(1, min(len(self.connected), MESH_DEGREE))
+
     async def publish(self, topic: str, data: bytes) -> None:
         try:
             self._publish_send.send_nowait((topic, data))
@@ -281,6 +294,7 @@ class Libp2pHost:
             await self._contained(self._pubsub.publish, topic, data)
             self.published += 1
             self.published_bytes += len(data)
+            await self._up.passed(len(data) * self._copies)
             await trio.sleep(PUBLISH_INTERVAL)
 
     # Streams

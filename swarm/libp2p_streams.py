@@ -19,11 +19,13 @@ from swarm.framing import (
     FrameClosed,
     FrameRefused,
     FrameTooLarge,
+    frame_pieces,
     read_answer,
     read_frame,
     write_frame,
     write_wait,
 )
+from swarm.throttle import Lane
 from swarm.transport import MAX_STREAMS_PER_PEER, AnswerTooLarge, Busy, RequestFailed
 
 MAX_SERVED_STREAMS = 256
@@ -31,7 +33,7 @@ REQUEST_READ_SECONDS = 10.0
 """A requester must have sent its whole request by then, counted from the end of the answer before."""
 HANDLER_SECONDS = 30.0
 ANSWER_WRITE_SECONDS = 10.0
-"""Time for a requester to take the answer, plus one second per 64 KiB."""
+"""Time for a requester to take the answer, plus one second per 64 KiB; our own limit's waits do not count."""
 IDLE_SECONDS = 5.0
 """How long a requester keeps an idle stream: well under REQUEST_READ_SECONDS, so that the server still listens."""
 IDLE_STREAMS_PER_PEER = 16
@@ -50,6 +52,9 @@ class Runtime:
     """Close a stream, or reset it when the flag is False; even when cancelled, and never for long."""
     errors: tuple[type[Exception], ...]
     """What a stream that breaks, or a deadline, raises."""
+    up: Lane
+    down: Lane
+    """How fast bytes may be written and read, over all streams."""
 
 
 class Streams:
@@ -106,21 +111,33 @@ class Streams:
         with self._runtime.deadline(REQUEST_READ_SECONDS):
             await read_frame(stream, max_request, request.extend)
         self.bytes_in += len(request)
+        await self._runtime.down.passed(len(request))
         try:
+            self._runtime.up.check()
             with self._runtime.deadline(HANDLER_SECONDS):
                 answer = await self._answer(protocol, peer, bytes(request))
+            with self._runtime.up.answering(len(answer)):
+                await self._write_answer(stream, answer)
         except Busy as busy:
             with self._runtime.deadline(ANSWER_WRITE_SECONDS):
                 await write_wait(stream, busy.seconds)
-            return
-        with self._runtime.deadline(ANSWER_WRITE_SECONDS + len(answer) / CHUNK_BYTES):
-            await write_frame(stream, answer)
-        self.bytes_out += len(answer)
+
+    async def _write_answer(self, stream: INetStream, answer: bytes) -> None:
+        up, now = self._runtime.up, self._runtime.now
+        left = ANSWER_WRITE_SECONDS + len(answer) / CHUNK_BYTES
+        for piece in frame_pieces(answer, up.piece):
+            began = now()
+            with self._runtime.deadline(left):
+                await stream.write(piece)
+            left -= now() - began
+            self.bytes_out += len(piece)
+            await up.passed(len(piece))
 
     async def request(
         self, peer: str, protocol: str, data: bytes, max_bytes: int, arrived: Callable[[bytes], None]
     ) -> None:
         """One request to a connected peer; see Transport.request. The caller holds the deadline."""
+        self._runtime.down.check()
         began = False
 
         def count(piece: bytes) -> None:
@@ -158,7 +175,8 @@ class Streams:
         try:
             await write_frame(stream, data)
             self.bytes_out += len(data)
-            await read_answer(stream, max_bytes, arrived)
+            await self._runtime.up.passed(len(data))
+            await read_answer(stream, max_bytes, arrived, self._runtime.down)
             whole = True
         except FrameRefused:
             whole = True

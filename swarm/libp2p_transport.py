@@ -15,6 +15,7 @@ from swarm.bridge import TrioThread
 from swarm.events import EventQueue
 from swarm.libp2p_host import Calls, Libp2pHost
 from swarm.libp2p_setup import HostSettings
+from swarm.throttle import Throttle
 from swarm.transport import (
     EVENT_LIMIT,
     Event,
@@ -42,16 +43,19 @@ class Libp2pTransport:
         announce: Sequence[str] = (),
         psk: bytes | None = None,
         event_limit: int = EVENT_LIMIT,
+        throttle: Throttle | None = None,
     ) -> None:
         """`listen`: multiaddrs like `/ip4/127.0.0.1/tcp/0`. `announce`: what to tell others instead, where the
         listen addresses cannot be dialled. `psk`: 32 bytes that every node of a private swarm shares; with a wrong
-        one, dialling only times out. Raises ValueError for a key of another length.
+        one, dialling only times out. `throttle`: how fast streams and gossip may be.
+        Raises ValueError for a key of another length.
         """
         if psk is not None and len(psk) != 32:
             raise ValueError(f"a private-swarm key has 32 bytes, not {len(psk)}")
         self._peer_id = identity.peer_id
         self._settings = HostSettings(identity.private_bytes, tuple(listen), tuple(announce), psk)
         self._handlers: dict[str, tuple[Handler, int]] = {}
+        self._throttle = throttle or Throttle()
         self._event_limit = event_limit
         self._events = EventQueue(event_limit)
         self._addresses: tuple[str, ...] = ()
@@ -70,7 +74,7 @@ class Libp2pTransport:
 
     async def _run_host(self, ready: Callable[[], None]) -> None:
         """In trio."""
-        host = Libp2pHost(self._settings, Calls(self._events.put, self._answer))
+        host = Libp2pHost(self._settings, Calls(self._events.put, self._answer), self._throttle)
         for protocol, (_, max_request) in self._handlers.items():
             host.serve(protocol, max_request)
 

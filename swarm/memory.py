@@ -13,6 +13,7 @@ from typing import Protocol
 
 from protocol.messages import MAX_ANNOUNCEMENT_BYTES
 from swarm.events import EventQueue
+from swarm.throttle import Lane, Throttle
 from swarm.transport import (
     EVENT_LIMIT,
     MAX_STREAMS_PER_PEER,
@@ -29,7 +30,6 @@ from swarm.transport import (
     TransportStats,
 )
 
-CHUNK_BYTES = 64 * 1024
 SEEN_LIMIT = 4096
 """Gossip message numbers a peer remembers, so that it delivers and relays each once."""
 
@@ -52,9 +52,12 @@ class MemoryHub:
         self._breaks: dict[str, int] = {}
         self._published = 0
 
-    def transport(self, owner: HasPeerId | str, *, event_limit: int = EVENT_LIMIT) -> "MemoryTransport":
+    def transport(
+        self, owner: HasPeerId | str, *, event_limit: int = EVENT_LIMIT, throttle: Throttle | None = None
+    ) -> "MemoryTransport":
         """A transport for this identity (or peer id), not started."""
-        return MemoryTransport(self, owner if isinstance(owner, str) else owner.peer_id, event_limit)
+        peer_id = owner if isinstance(owner, str) else owner.peer_id
+        return MemoryTransport(self, peer_id, event_limit, throttle or Throttle())
 
     def partition(self, a: str, b: str) -> None:
         """Cut the wire between two peers: both see a disconnect, and neither can dial the other until `heal`."""
@@ -118,7 +121,7 @@ class MemoryHub:
 class MemoryTransport:
     """One peer of a `MemoryHub`; see `swarm.transport.Transport` for what each method promises."""
 
-    def __init__(self, hub: MemoryHub, peer_id: str, event_limit: int) -> None:
+    def __init__(self, hub: MemoryHub, peer_id: str, event_limit: int, throttle: Throttle) -> None:
         self._hub = hub
         self._peer_id = peer_id
         self._links: dict[str, MemoryTransport] = {}
@@ -131,6 +134,7 @@ class MemoryTransport:
         self._event_limit = event_limit
         self._events = EventQueue(event_limit)
         self._running = False
+        self._up, self._down = (Lane(way, _now, asyncio.sleep) for way in (throttle.up, throttle.down))
         self._bytes_in = self._bytes_out = self._messages_in = self._messages_out = 0
 
     @property
@@ -217,28 +221,34 @@ class MemoryTransport:
                     await self.connect(f"/p2p/{peer}", timeout=timeout)
                     there = self._links[peer]
                 await asyncio.sleep(self._hub.delay())
+                self._down.check()
                 self._bytes_out += len(data)
+                await self._up.passed(len(data))
                 answer = await there.answer(self._peer_id, protocol, data)
                 if len(answer) > max_bytes:
                     raise AnswerTooLarge(
                         f"{peer} answers {protocol} with {len(answer)} bytes, over the cap {max_bytes}"
                     )
-                await self._receive(there, answer, arrived)
+                with there._up.answering(len(answer)):
+                    await self._receive(there, answer, arrived)
         except TimeoutError:
             raise RequestFailed(f"{peer} did not answer {protocol} within {timeout:g} s") from None
         return bytes(arrived[begin:])
 
     async def _receive(self, there: "MemoryTransport", answer: bytes, arrived: bytearray) -> None:
         broken_after = self._hub.take_break(there.peer_id)
-        for offset in range(0, len(answer), CHUNK_BYTES):
+        piece = min(there._up.piece, self._down.piece)
+        for offset in range(0, len(answer), piece):
             await asyncio.sleep(self._hub.delay())
             if there.peer_id not in self._links:
                 raise RequestFailed(f"stream to {there.peer_id} was reset after {offset} of {len(answer)} bytes")
-            end = min(offset + CHUNK_BYTES, len(answer))
+            end = min(offset + piece, len(answer))
             cut = end if broken_after is None else min(end, broken_after)
             arrived += answer[offset:cut]
             self._bytes_in += cut - offset
             there._bytes_out += cut - offset
+            await there._up.passed(cut - offset)
+            await self._down.passed(cut - offset)
             if cut < end:
                 raise RequestFailed(f"stream to {there.peer_id} was reset after {cut} of {len(answer)} bytes")
 
@@ -292,6 +302,8 @@ class MemoryTransport:
         if self._streams[peer] >= MAX_STREAMS_PER_PEER:
             raise RequestFailed(f"{self._peer_id} serves {peer} on {MAX_STREAMS_PER_PEER} streams already")
         self._bytes_in += len(data)
+        await self._down.passed(len(data))
+        self._up.check()
         self._streams[peer] += 1
         task = asyncio.ensure_future(handler(peer, data))
         self._serving.add(task)
@@ -318,6 +330,7 @@ class MemoryTransport:
             return
         self._messages_in += 1
         self._bytes_in += len(data)
+        self._down.spend(len(data))
         self._events.put(Message(topic, forwarder, data))
         self._relay(number, origin, topic, data, but_not=forwarder)
 
@@ -327,6 +340,7 @@ class MemoryTransport:
             if peer in (but_not, origin) or topic not in there._topics:
                 continue
             self._bytes_out += len(data)
+            self._up.spend(len(data))
             if not self._hub.lost():
                 loop.call_later(self._hub.delay(), there.deliver, number, origin, self._peer_id, topic, data)
 
@@ -334,3 +348,7 @@ class MemoryTransport:
         self._seen[number] = None
         if len(self._seen) > SEEN_LIMIT:
             self._seen.popitem(last=False)
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()

@@ -9,6 +9,7 @@ import pytest
 from protocol.identity import Identity
 from swarm.experience import ExperienceStore
 from swarm.memory import MemoryHub
+from swarm.throttle import Throttle
 from swarm.transport import Event, Message, Transport
 from tests.swarm.world import World
 
@@ -51,13 +52,15 @@ class Network:
     def identity(self, seed: int) -> Identity:
         return Identity.from_seed(hashlib.sha256(f"{self.kind} {seed}".encode()).digest())
 
-    def transport(self, seed: int, *, listen: str = LOOPBACK, event_limit: int = 1024) -> Transport:
+    def transport(
+        self, seed: int, *, listen: str = LOOPBACK, event_limit: int = 1024, throttle: Throttle | None = None
+    ) -> Transport:
         if self.kind == "memory":
-            transport = self.hub.transport(self.identity(seed), event_limit=event_limit)
+            transport = self.hub.transport(self.identity(seed), event_limit=event_limit, throttle=throttle)
         else:
             from swarm.libp2p_transport import Libp2pTransport
 
-            transport = Libp2pTransport(self.identity(seed), [listen], event_limit=event_limit)
+            transport = Libp2pTransport(self.identity(seed), [listen], event_limit=event_limit, throttle=throttle)
         self._started.append(transport)
         return transport
 

@@ -69,7 +69,7 @@ class Node:
 
     def __init__(self, hub: MemoryHub, path: Path, name: str, **options) -> None:
         self.identity = who(name)
-        self.transport = hub.transport(self.identity)
+        self.transport = hub.transport(self.identity, throttle=options.pop("throttle", None))
         self.store = ExperienceStore(path / f"{name}.db", options.pop("max_bytes", 64 << 20), time.time)
         self.events: list[tuple[str, str]] = []
         options = {"heal_seconds": 0.2, "request_timeout": 5.0, **options}
