@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
+from node.limits import quiet_spans
 from protocol.invite import check_address, check_peer_address
 
 
@@ -36,6 +37,19 @@ def dialled(address: str) -> str:
     return address
 
 
+def quiet(hours: str) -> str:
+    quiet_spans(hours)
+    return hours
+
+
+def enough(kbps: int) -> int:
+    if 0 < kbps < LEAST_KBPS:
+        raise ValueError(f"{kbps} kbit/s would bring no group within its deadline: at least {LEAST_KBPS}, or 0")
+    return kbps
+
+
+LEAST_KBPS = 64
+Kbps = Annotated[int, Field(ge=0, le=100_000_000), AfterValidator(enough)]
 Multiaddrs = Annotated[tuple[Annotated[str, AfterValidator(announced)], ...], BeforeValidator(split_commas)]
 Peers = Annotated[tuple[Annotated[str, AfterValidator(dialled)], ...], BeforeValidator(split_commas)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
@@ -338,6 +352,18 @@ class LimitsConfig(Section):
     stage_seconds: float = Field(600.0, gt=0, description="deadline of one stage of a step")
     scorer_seconds: float = Field(2.0, gt=0, le=60, description="deadline for scoring one answer")
     scorer_memory_mb: int = Field(1024, ge=256, le=1 << 20, description="memory of the scorer process")
+
+    # what the node may take of the machine (node/holding.py, swarm/throttle.py)
+    quiet_hours: Annotated[str, AfterValidator(quiet)] = Field(
+        "", max_length=500, description="no training at these local times: 22:00-08:00, or mon-fri 09:00-17:00,..."
+    )
+    hours_per_day: float = Field(0.0, ge=0, le=24, description="hours of training on a calendar day; 0: no limit")
+    upload_kbps: Kbps = Field(0, description="kbit/s to all peers together, at least 64; 0: no limit")
+    download_kbps: Kbps = Field(0, description="kbit/s from all peers together, at least 64; 0: no limit")
+    disk_mb: int = Field(0, ge=0, description="disk for the whole home, in MB; 0: no limit")
+    gpu_memory_share: float = Field(
+        0.0, ge=0, le=1, description="share of the GPU's memory that this process may take; 0: no limit"
+    )
 
 
 class Config(Section):
