@@ -223,15 +223,24 @@ class CheckpointStore:
 
         self._write(target, fill)
         self._base, self._whole = step, None
-        try:
-            self._prune()
-        except OSError as error:
-            raise CheckpointError(f"{target} is written, but an older one cannot be removed: {error}") from error
+        self._prune()
         return target
+
+    def prune(self) -> bool:
+        """Remove checkpoints beyond `keep`, which may be less than it was; whether there were any. CheckpointError."""
+        surplus = len(self._steps()) > self.keep
+        if surplus:
+            self._prune()
+        return surplus
 
     def _prune(self) -> None:
         """Keep `keep` checkpoints and the journals that lead on from them. Damaged ones are superseded by now."""
-        steps = self._steps()
+        try:
+            self._remove_old(self._steps())
+        except OSError as error:
+            raise CheckpointError(f"an old checkpoint in {self.directory} cannot be removed: {error}") from error
+
+    def _remove_old(self, steps: Sequence[int]) -> None:
         for old in steps[: -self.keep]:
             # renamed first: a kill must not leave half a checkpoint under its name
             self._path(old).replace(self.directory / f"{ASIDE}step-{old}")

@@ -23,9 +23,12 @@ from node.engines.transformers import TransformersEngine
 from node.engines.vllm import VllmEngine
 from node.hardware import Setup, prepare
 from node.history import History
+from node.holding import Holding
 from node.home import DaemonInfo, Home, models_dir, reachable
+from node.limits import local_zone
 from node.loop import Loop, Parts
-from node.models import ModelBundle, load_model
+from node.memory import share_gpu
+from node.models import ModelBundle, device_of, load_model
 from node.oddities import oddities
 from node.progress import Progress
 from node.rescore import Rescorer
@@ -33,6 +36,7 @@ from node.rollouts import prompts
 from node.scheduling.own import schedule
 from node.scorer import Scorer, make_scorer
 from node.settings import Settings
+from node.trained import TrainedDays
 from node.training.distill import load_teacher
 from node.training.local import LocalTrainer
 from node.view import DaemonView
@@ -46,6 +50,7 @@ from swarm.libp2p_transport import Libp2pTransport
 from swarm.peers import Discovery
 from swarm.sampler import Sampler
 from swarm.serving import serve_manifest
+from swarm.throttle import Throttle
 from swarm.transport import TransportError
 from web.server import WebServer
 
@@ -91,6 +96,19 @@ class Daemon:
         self.progress = Progress(clock, self.config.limits.stage_seconds, since=clock())
         self.history = History(home.database, clock)
         self.store = ExperienceStore(home.database, self.config.limits.store_mb << 20, clock)
+        self.trained = TrainedDays(home.database)
+        self.holding = Holding(
+            home.path,
+            self.config.limits,
+            progress=self.progress,
+            history=self.history,
+            store=self.store,
+            trained=self.trained,
+            clock=clock,
+            zone=local_zone(),
+        )
+        self.throttle = Throttle()
+        self.throttle.limit(self.config.limits.upload_kbps, self.config.limits.download_kbps)
         self.device = Device()
         self.stopped = asyncio.Event()
         self.manifest: Manifest | None = None
@@ -103,7 +121,11 @@ class Daemon:
         self.as_json = as_json
         swarm = home.swarm()
         self.transport = Libp2pTransport(
-            self.identity, [self._listen()], announce=self.config.network.announce, psk=swarm.psk
+            self.identity,
+            [self._listen()],
+            announce=self.config.network.announce,
+            psk=swarm.psk,
+            throttle=self.throttle,
         )
         self.discovery = Discovery(
             self.transport,
@@ -168,6 +190,7 @@ class Daemon:
                 for name, service in (
                     ("transport", self._watch_transport()),
                     ("discovery", self.discovery.run()),
+                    ("holding", self.holding.run()),
                     ("watchdog", watch(self.progress, self.home.logs / "stacks.log")),
                     ("training", self._live(services, steps, stay)),
                 ):
@@ -206,8 +229,7 @@ class Daemon:
         async with self.progress.during("load"):
             engines, parts = await self._make_parts(manifest, self.scorer)
         self.loop = Loop(parts)
-        if self.progress.paused is not None:
-            self.loop.unpaused.clear()
+        self.holding.steer(self.loop)
         self.exchange = parts.exchange
         services.create_task(self._told(parts.exchange.run()), name="exchange")
         await self.loop.recover()
@@ -265,6 +287,7 @@ class Daemon:
     def _load(self) -> tuple[Setup, ModelBundle]:
         use_threads(self.config.node.threads)
         model = self.config.model
+        share_gpu(device_of(model.device), self.config.limits.gpu_memory_share)
         setup = prepare(self.config, models_dir())
         return setup, load_model(model.path, device=model.device, dtype=model.dtype, models=models_dir())
 
@@ -359,6 +382,7 @@ class Daemon:
                 ended |= {"state": "FAILED", "reason": self.progress.reason}
             print(json.dumps(ended), flush=True)  # noqa: T201 - the one value on stdout
         self.device.close()
+        self.trained.close()
         self.history.close()
         self.store.close()
 
@@ -368,18 +392,6 @@ class Daemon:
         if self.loop is not None:
             self.loop.stop.set()
         self.stopped.set()
-
-    def pause(self, reason: str) -> None:
-        self.history.event("info", "pause", f"paused: {reason}")
-        self.progress.paused = reason
-        if self.loop is not None:
-            self.loop.unpaused.clear()
-
-    def resume(self) -> None:
-        self.history.event("info", "pause", "resumed")
-        self.progress.paused = None
-        if self.loop is not None:
-            self.loop.unpaused.set()
 
     def invite_uri(self) -> str:
         """An invite to this node's swarm, with this node as the way in."""

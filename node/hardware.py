@@ -285,7 +285,10 @@ def plan_memory(
     parts = tuple(always), tuple(update), tuple(rollout), together
     if machine.gpus:
         gpu = machine.gpus[int(config.model.device.partition(":")[2] or 0) % len(machine.gpus)]
-        return MemoryPlan(*parts, gpu.bytes, f"on {gpu.name}")
+        # a vLLM server on the same GPU is another process, which engine.gpu_share is for
+        share = config.limits.gpu_memory_share if choice.name == "transformers" else 0.0
+        limit = int(gpu.bytes * share) if share else gpu.bytes
+        return MemoryPlan(*parts, limit, f"on {gpu.name}")
     return MemoryPlan(*parts, machine.memory, "of memory")
 
 

@@ -113,6 +113,7 @@ class Loop:
                 self._restore(recovery.state)
         if recovery.directory is not None:  # by its age: what the last process trained since must not grow for ever
             self._checkpointed_at = min(p.clock(), recovery.directory.stat().st_mtime)
+        await self._while_held()  # repeating steps is work too
         await replay(p, records, apply=self._apply, restore=self._restore)
         self.saved = p.trainer.step
         p.history.forget_after(p.trainer.step)
@@ -125,16 +126,14 @@ class Loop:
     async def run(self, steps: int | None) -> None:
         """Train until `steps` updates are done in all (None: for ever). Raises what is nobody's to catch here."""
         p = self.parts
+        await self._while_held()
         if p.history.held_out_start() is None:
             p.progress.say("STARTING", "taking the first held-out score")
             await self.evaluations.take()
         if steps and p.trainer.step >= steps:
             p.history.event("warning", "steps", f"{p.trainer.step} steps are done already: --steps {steps} trains none")
         while steps is None or p.trainer.step < steps:
-            while not self.unpaused.is_set():
-                p.progress.enter("paused")
-                await self.unpaused.wait()
-                p.progress.resumed_at = p.clock()
+            await self._while_held()
             if self.evaluations.owed:
                 await self.evaluations.take()
             p.progress.enter("step")
@@ -148,6 +147,15 @@ class Loop:
                     p.progress.say("WAITING", f"{self._skips} steps in a row skipped: {skipped}", skipped.advice)
                     p.progress.enter("rest")  # what fails at once must not fail all the time
                     await asyncio.sleep(min(LONGEST_REST, 2.0 ** min(self._skips - SKIPS_BEFORE_ALARM, 8)))
+
+    async def _while_held(self) -> None:
+        p = self.parts
+        before = p.progress.stage
+        while not self.unpaused.is_set():
+            p.progress.enter("paused")
+            await self.unpaused.wait()
+            p.progress.resumed_at = p.clock()
+            p.progress.enter(before)
 
     # -- one step --------------------------------------------------------------------------------------------
 

@@ -16,6 +16,12 @@ def give_back() -> None:
         trim(0)
 
 
+def share_gpu(device: torch.device, share: float) -> None:
+    """Let this process take at most that share of the GPU's memory (0: all); beyond it, it is out of memory."""
+    if share and device.type == "cuda":
+        torch.cuda.set_per_process_memory_fraction(share, device)
+
+
 def out_of_memory(error: BaseException) -> bool:
     """Whether an error is for want of memory, on a GPU or on a CPU."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError):

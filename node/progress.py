@@ -7,6 +7,8 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Literal
 
+from node.limits import Hold
+
 log = logging.getLogger(__name__)
 
 State = Literal["STARTING", "RESUMING", "TRAINING", "WAITING", "PAUSED", "IDLE", "STOPPING", "FAILED"]
@@ -30,7 +32,7 @@ class Progress:
     since: float = 0.0
     count: tuple[int, int] | None = None
     """How many parts of the stage are done, and of how many, where it is made of parts."""
-    paused: str | None = None
+    hold: Hold | None = None
     """Why, while the node is paused or about to be."""
     last_step_at: float | None = None
     resumed_at: float | None = None
@@ -46,11 +48,11 @@ class Progress:
 
     def told(self) -> tuple[State, str, str]:
         """State, reason and next action for a person: a pause covers the words of what it holds up."""
-        if self.paused is None or self.state in {"IDLE", "STOPPING", "FAILED"}:
+        if self.hold is None or self.state in {"IDLE", "STOPPING", "FAILED"}:
             return self.state, self.reason, self.next
         begun = "after the step in progress" if self.state not in {"STARTING", "RESUMING"} else "once it has started"
         yet = "" if self.stage == "paused" else f" ({begun})"
-        return "PAUSED", f"{self.paused}{yet}", "run shoal resume to go on"
+        return "PAUSED", f"{self.hold.reason}{yet}", self.hold.next
 
     def step_age(self, now: float) -> float | None:
         """Seconds since the last step, not counting a pause that ended after it; None before the first one."""

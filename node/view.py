@@ -75,6 +75,9 @@ class DaemonView:
             "version": VERSION,
             "model": node.bundle.name if node.bundle else node.config.model.path,
             "engine": node.engine,
+            "held_by": progress.hold.by if progress.hold else None,
+            "resumes_at": progress.hold.resumes_at if progress.hold else None,
+            "trained_today_seconds": node.holding.trained_today,
             "groups": {**exchange, "trained_foreign": node.history.trained_foreign()},
         }
 
@@ -207,10 +210,10 @@ class DaemonView:
         return {name: float(value) for name, value in samples.items() if value is not None}
 
     def pause(self, reason: str) -> None:
-        self.node.pause(reason)
+        self.node.holding.pause(reason)
 
     def resume(self) -> None:
-        self.node.resume()
+        self.node.holding.resume()
 
     def stop(self) -> None:
         self.node.request_stop()

@@ -85,6 +85,12 @@ class Database:
         with self._errors():
             yield from self._connection.execute(query, values)
 
+    def compact(self) -> None:
+        """Write the file anew without what was deleted. Takes as much free disk as is left in it meanwhile."""
+        with self._errors():
+            self._connection.execute("VACUUM")
+            self._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+
     @contextmanager
     def transaction(self) -> Iterator[None]:
         """All writes inside happen or none; one inside another is part of it. Never await inside."""

@@ -198,6 +198,16 @@ class ExperienceStore:
         """Count one more use of each."""
         self._db.execute_many("UPDATE groups SET uses = uses + 1 WHERE digest = ?", [(digest,) for digest in digests])
 
+    def resize(self, max_bytes: int) -> None:
+        """Hold at most so much from now on. Raises StoreError."""
+        self._max_bytes = max_bytes
+        if self._bytes > max_bytes:
+            self._evict()
+
+    def compact(self) -> None:
+        """Give the room of what was evicted back to the disk; takes seconds for some hundred MB. Raises StoreError."""
+        self._db.compact()
+
     # -- bounds ----------------------------------------------------------------------------------------------
 
     def tidy(self) -> None:

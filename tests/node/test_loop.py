@@ -18,6 +18,7 @@ from node.held_out import RETRIES
 from node.history import History
 from node.interfaces import Batch, StepSkipped, UpdateStats
 from node.journal import JournalRecord
+from node.limits import Hold
 from node.loop import Loop, model_mark
 from node.progress import Progress
 from node.scorer import ScorerError
@@ -158,7 +159,7 @@ async def test_a_pause_covers_what_it_holds_up_until_it_is_over(make_loop: Calla
     loop = make_loop(FakeTrainer())
     progress = loop.parts.progress
     loop.parts.history.record_evaluation(0, {"a": 0.5})
-    progress.paused = "playing"
+    progress.hold = playing = Hold("person", "playing", "run shoal resume to go on")
     loop.unpaused.clear()
     progress.say("RESUMING", "replaying")  # said after the pause, as while starting
     assert progress.told() == ("PAUSED", "playing (once it has started)", "run shoal resume to go on")
@@ -166,11 +167,11 @@ async def test_a_pause_covers_what_it_holds_up_until_it_is_over(make_loop: Calla
     await asyncio.sleep(0.05)
     assert progress.told() == ("PAUSED", "playing", "run shoal resume to go on")
     running.cancel()
-    progress.paused = None
+    progress.hold = None
     assert progress.told()[0] == "RESUMING"
     progress.say("TRAINING", "alone")
     progress.enter("step")
-    progress.paused = "playing"
+    progress.hold = playing
     assert progress.told()[1] == "playing (after the step in progress)"
     progress.say("IDLE", "done")
     assert progress.told()[0] == "IDLE"

@@ -1,0 +1,192 @@
+"""Holds training between steps while a person or a limit says so, and lets it go on by itself (node/limits.py decides).
+
+A person's pause and each limit are separate: what ends one leaves the others. `resume` ends the pause; once there is
+none, it passes over quiet hours or hours a day until they end. Nothing passes over a full disk.
+"""
+
+import asyncio
+import logging
+import os
+import shutil
+from collections.abc import Callable
+from datetime import tzinfo
+from pathlib import Path
+
+from node.checkpoint import ASIDE, CheckpointError, CheckpointStore
+from node.config import LimitsConfig
+from node.history import History
+from node.limits import RESUME, Disk, Hold, Holder, day_of, limit_hold, over_disk
+from node.loop import Loop
+from node.progress import Progress
+from node.trained import TrainedDays
+from swarm.experience import ExperienceStore, StoreError
+
+log = logging.getLogger(__name__)
+
+TICK_SECONDS = 5.0
+MEASURE_SECONDS = 60.0
+LEAST_STORE = 16 << 20
+"""Bytes of experience that are kept, however full the disk is."""
+
+
+class Holding:
+    """What holds training up now. Used from the asyncio thread; `run` keeps it up to date."""
+
+    def __init__(
+        self,
+        home: Path,
+        limits: LimitsConfig,
+        *,
+        progress: Progress,
+        history: History,
+        store: ExperienceStore,
+        trained: TrainedDays,
+        clock: Callable[[], float],
+        zone: tzinfo,
+    ) -> None:
+        self._home, self._limits = home, limits
+        self._progress, self._history, self._store, self._trained = progress, history, store, trained
+        self._clock, self._zone = clock, zone
+        self._loop: Loop | None = None
+        self._person: Hold | None = None
+        self._passed_over: dict[Holder, float] = {}
+        self._disk: Disk | None = None
+        self._measured_at = float("-inf")
+        self._ticked_at = clock()
+        self.decide()
+
+    @property
+    def trained_today(self) -> float:
+        """Seconds."""
+        return self._trained.on(day_of(self._clock(), self._zone))
+
+    # -- what people ask -------------------------------------------------------------------------------------
+
+    def pause(self, reason: str) -> None:
+        self._history.event("info", "pause", f"paused: {reason}")
+        self._person = Hold("person", reason, "run shoal resume to go on")
+        self.decide()
+
+    def resume(self) -> None:
+        held = self._progress.hold
+        if self._person is not None or held is None:
+            self._history.event("info", "pause", "resumed")
+            self._person = None
+        elif held.resumes_at is not None:
+            self._history.event("info", "pause", f"resumed in spite of: {held.reason}")
+            self._passed_over[held.by] = held.resumes_at
+        else:
+            self._measured_at = float("-inf")
+        self.decide()
+
+    def change(self, limits: LimitsConfig) -> None:
+        """Limits are others from now on; those that were passed over and changed hold again."""
+        for key in ("quiet_hours", "hours_per_day"):
+            if getattr(limits, key) != getattr(self._limits, key):
+                self._passed_over.pop(key, None)
+        if limits.disk_mb != self._limits.disk_mb:
+            self._measured_at = float("-inf")
+        self._limits = limits
+        self.decide()
+
+    # -- the service -----------------------------------------------------------------------------------------
+
+    def steer(self, loop: Loop) -> None:
+        """The loop whose steps are held; it may be made long after the start."""
+        self._loop = loop
+        self.decide()
+
+    async def run(self) -> None:
+        while True:
+            now = self._clock()
+            if not 0 <= now - self._measured_at < MEASURE_SECONDS and self._progress.stage != "checkpoint":
+                await self._measure()
+                self._measured_at = now
+            self.tick()
+            await asyncio.sleep(TICK_SECONDS)
+
+    def tick(self) -> None:
+        """Count the time since the last tick if it was trained, and look at the clock again."""
+        now = self._clock()
+        # a clock that was set, or a machine that slept, is no training
+        elapsed = min(max(0.0, now - self._ticked_at), 2 * TICK_SECONDS)
+        self._ticked_at = now
+        at_work = self._progress.stage != "paused" and self._progress.state not in {"IDLE", "STOPPING", "FAILED"}
+        if self._loop is not None and at_work:
+            self._trained.add(day_of(now, self._zone), elapsed)
+        self.decide()
+
+    def decide(self) -> None:
+        """Hold the loop, or let it go on."""
+        before = self._progress.hold
+        held = self._progress.hold = self._person or limit_hold(
+            self._limits,
+            now=self._clock(),
+            zone=self._zone,
+            trained=self.trained_today,
+            disk=self._disk,
+            passed_over=self._passed_over,
+        )
+        if (held and held.by) != (before and before.by):
+            if held is not None and held.by != "person":
+                advice = "" if held.next == RESUME else f"; {held.next}"
+                self._history.event("info", "limits", f"training is held: {held.reason}{advice}")
+            elif held is None and before is not None and before.by != "person":
+                self._history.event("info", "limits", "training goes on")
+        if self._loop is not None:
+            if held is None:
+                self._loop.unpaused.set()
+            else:
+                self._loop.unpaused.clear()
+
+    # -- disk ------------------------------------------------------------------------------------------------
+
+    async def _measure(self) -> None:
+        self._disk = await self._look()
+        if over_disk(self._limits.disk_mb, self._disk) and await self._make_room(self._disk):
+            self._disk = await self._look()
+
+    async def _look(self) -> Disk:
+        loop = self._loop
+        checkpoints = None if loop is None else loop.parts.checkpoints
+        memory = self._progress.memory
+        first = memory.get("weights", 0) + memory.get("optimizer", 0)
+        return await asyncio.to_thread(measure, self._home, checkpoints, first)
+
+    async def _make_room(self, disk: Disk) -> bool:
+        """Remove what may go: checkpoints beyond checkpoint.keep, then old experience. Whether there was any."""
+        if self._loop is not None:
+            parts = self._loop.parts
+            try:
+                if await parts.device.run(parts.checkpoints.prune):
+                    return True
+            except CheckpointError as error:
+                self._history.event("error", "checkpoint", str(error))
+        over = over_disk(self._limits.disk_mb, disk)
+        bound = max(LEAST_STORE, self._store.size - over)
+        if bound >= self._store.size:
+            return False
+        self._history.event("info", "limits", f"experience is cut to {bound >> 20} MB to keep to limits.disk_mb")
+        try:
+            self._store.resize(bound)
+            self._store.compact()
+        except StoreError as error:
+            self._history.event("error", "limits", f"experience could not be cut: {error}")
+        return True
+
+
+def measure(home: Path, checkpoints: CheckpointStore | None, first_checkpoint: int) -> Disk:
+    """What the home takes and what is left. What a checkpoint takes while it is written aside does not count.
+
+    `first_checkpoint`: bytes that one is taken to have while there is none.
+    """
+    used = 0
+    for directory, names, files in os.walk(home):
+        names[:] = [name for name in names if not name.startswith(ASIDE)]
+        for name in files:
+            try:
+                used += (Path(directory) / name).lstat().st_size
+            except OSError:  # gone since it was listed
+                continue
+    sizes = [entry.size for entry in checkpoints.entries() if entry.name != "best"] if checkpoints else []
+    return Disk(used, shutil.disk_usage(home).free, max(sizes, default=first_checkpoint))
