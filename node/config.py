@@ -3,6 +3,8 @@
 Defaults here are the ones measured best on the embedded model (docs/results.md).
 """
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
@@ -297,6 +299,20 @@ class TrainConfig(Section):
         return self
 
 
+TRAIN_AT_START = frozenset(
+    {
+        "lora_rank",
+        "lora_alpha",
+        "lora_targets",
+        "optimizer",
+        "routing_replay",
+        "distill_teacher",
+        "kl_coefficient",
+    }
+)
+"""What is trained, what else is in memory for it (a teacher, the reference), and what the engine must send along."""
+
+
 class SwarmConfig(Section):
     own_groups: int = Field(4, ge=0, le=4096, description="I, own groups per update")
     foreign_groups: int = Field(4, ge=0, le=4096, description="J, foreign groups per update, as far as there are any")
@@ -364,6 +380,35 @@ class LimitsConfig(Section):
     gpu_memory_share: float = Field(
         0.0, ge=0, le=1, description="share of the GPU's memory that this process may take; 0: no limit"
     )
+
+
+AT_ONCE: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "node": ("name",),
+        "rollout": ("group_size", "temperature", "max_new_tokens"),
+        "train": tuple(name for name in TrainConfig.model_fields if name not in TRAIN_AT_START),
+        "swarm": tuple(name for name in SwarmConfig.model_fields if name != "join"),
+        "eval": tuple(EvalConfig.model_fields),
+        "checkpoint": tuple(CheckpointConfig.model_fields),
+        "limits": (
+            "store_mb",
+            "stage_seconds",
+            "quiet_hours",
+            "hours_per_day",
+            "upload_kbps",
+            "download_kbps",
+            "disk_mb",
+        ),
+    }
+)
+"""Settings by section that a running node takes up, limits.* at once and the others with its next step. The rest holds
+from the next start: parts that are made then depend on it."""
+
+
+def applies(key: str) -> Literal["now", "restart"]:
+    """When a change of 'section.key' holds for a running node."""
+    section, name = key.split(".")
+    return "now" if name in AT_ONCE.get(section, ()) else "restart"
 
 
 class Config(Section):

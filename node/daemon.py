@@ -12,9 +12,10 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, NoReturn
 
+from node.changing import Change, change
 from node.checkpoint import CheckpointStore
 from node.device import Device, use_threads
 from node.engines.agreement import check_agreement
@@ -91,6 +92,8 @@ class Daemon:
 
     def __init__(self, home: Home, settings: Settings, *, clock: Callable[[], float], as_json: bool = False) -> None:
         self.home, self.settings, self.config, self.clock = home, settings, settings.config, clock
+        self.wanted = settings.config
+        """What the next start would have: `shoal config set` may have changed what this process cannot."""
         self.identity = home.identity()
         self.started_at = clock()
         self.progress = Progress(clock, self.config.limits.stage_seconds, since=clock())
@@ -229,6 +232,7 @@ class Daemon:
         async with self.progress.during("load"):
             engines, parts = await self._make_parts(manifest, self.scorer)
         self.loop = Loop(parts)
+        self.loop.change(self.config)  # it may have changed since the parts were made
         self.holding.steer(self.loop)
         self.exchange = parts.exchange
         services.create_task(self._told(parts.exchange.run()), name="exchange")
@@ -385,6 +389,24 @@ class Daemon:
         self.trained.close()
         self.history.close()
         self.store.close()
+
+    def change(self, values: Mapping[str, Any]) -> Change:
+        """Change settings, in config.toml and as far as can be in this process. Raises ConfigError, Overridden."""
+        changed = change(self.home, self.settings, values)
+        store_mb = self.config.limits.store_mb
+        self.settings, self.wanted = changed.settings, changed.wanted
+        config = self.config = changed.settings.config
+        limits = config.limits
+        self.throttle.limit(limits.upload_kbps, limits.download_kbps)
+        self.progress.deadline = limits.stage_seconds
+        self.holding.change(limits)
+        if limits.store_mb != store_mb:
+            self.holding.resize_store(limits.store_mb << 20)
+        if self.loop is not None:
+            self.loop.change(config)
+        if changed.said:
+            self.history.event("info", "config", changed.said)
+        return changed
 
     # -- what the web layer asks for -------------------------------------------------------------------------
 

@@ -167,12 +167,18 @@ class Holding:
         if bound >= self._store.size:
             return False
         self._history.event("info", "limits", f"experience is cut to {bound >> 20} MB to keep to limits.disk_mb")
+        self.resize_store(bound)
+        return True
+
+    def resize_store(self, max_bytes: int) -> None:
+        """Hold at most so much experience; what that frees is given back to the disk."""
+        smaller = max_bytes < self._store.size
         try:
-            self._store.resize(bound)
-            self._store.compact()
+            self._store.resize(max_bytes)
+            if smaller:
+                self._store.compact()
         except StoreError as error:
             self._history.event("error", "limits", f"experience could not be cut: {error}")
-        return True
 
 
 def measure(home: Path, checkpoints: CheckpointStore | None, first_checkpoint: int) -> Disk:

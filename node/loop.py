@@ -92,6 +92,8 @@ class Loop:
         self._skips = 0
         """Steps skipped since the last one that was not."""
         self.stop = threading.Event()
+        self._next: Config | None = None
+        """Settings from the next step on, where they are others."""
         self.unpaused = asyncio.Event()
         self.unpaused.set()
 
@@ -134,6 +136,7 @@ class Loop:
             p.history.event("warning", "steps", f"{p.trainer.step} steps are done already: --steps {steps} trains none")
         while steps is None or p.trainer.step < steps:
             await self._while_held()
+            await self._take_up_settings()
             if self.evaluations.owed:
                 await self.evaluations.take()
             p.progress.enter("step")
@@ -147,6 +150,20 @@ class Loop:
                     p.progress.say("WAITING", f"{self._skips} steps in a row skipped: {skipped}", skipped.advice)
                     p.progress.enter("rest")  # what fails at once must not fail all the time
                     await asyncio.sleep(min(LONGEST_REST, 2.0 ** min(self._skips - SKIPS_BEFORE_ALARM, 8)))
+
+    def change(self, config: Config) -> None:
+        """Have other settings between two steps: those of `node.config.AT_ONCE` may differ from the present ones."""
+        self._next = config
+
+    async def _take_up_settings(self) -> None:
+        p, config = self.parts, self._next
+        if config is None:
+            return
+        self._next, p.config = None, config
+        self.own.configure(config)
+        self.foreign.share.limit(config.swarm.foreign_groups)
+        p.checkpoints.keep = config.checkpoint.keep
+        await p.device.run(p.trainer.configure, config.train)
 
     async def _while_held(self) -> None:
         p = self.parts

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from node.assign import DataPosition
+from node.config import Config
 from node.engines.requests import RequestTooLong
 from node.interfaces import StepSkipped
 from node.rollouts import Rollout, sampling_seed
@@ -29,6 +30,11 @@ class OwnGroups:
         self._same_rewards = SameRewards()
         self._begun_before: Mapping[str, Any] = {}
         """The saved state that a start goes on from."""
+
+    def configure(self, config: Config) -> None:
+        """Settings from the next step on."""
+        self.curriculum.low, self.curriculum.high = config.train.curriculum_low, config.train.curriculum_high
+        self.rollouts.config = config
 
     async def roll_out(self, step: int, count: int) -> list[Rollout]:
         """`count` groups; with dynamic sampling, other tasks' besides while some of them are uniform.

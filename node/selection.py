@@ -82,6 +82,10 @@ class ForeignShare:
         self.most = self.now = most
         self._best: float | None = None
 
+    def limit(self, most: int) -> None:
+        """J is at most another number from now on."""
+        self.most, self.now = most, min(most, self.now)
+
     def judge(self, score: float) -> None:
         """A held-out score was taken."""
         fallen = self._best is not None and score < self._best - SCORE_FALLS

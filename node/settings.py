@@ -4,7 +4,9 @@ pydantic-settings reads the sources, merges and validates them; what is here nam
 """
 
 import difflib
+import json
 import os
+import reprlib
 import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -23,7 +25,7 @@ from pydantic_settings import (
 )
 from tomlkit.exceptions import ParseError
 
-from node.config import Config, Section
+from node.config import Config, Section, applies
 from node.home import Home, write_atomic
 
 PREFIX = "SHOAL_"
@@ -36,6 +38,10 @@ SECRET = frozenset({"swarm.join"})
 
 class ConfigError(Exception):
     """A setting is unknown, of the wrong type or out of its limits; names key, value, source and the fix."""
+
+
+class Overridden(ConfigError):
+    """A flag or an environment variable of the running node says otherwise, so that the file would not count."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +73,13 @@ def value_of(config: Config, key: str) -> Any:
     return getattr(getattr(config, section), name)
 
 
-def load(home: Home, overrides: Mapping[str, Any] = MappingProxyType({})) -> Settings:
-    """Settings of this home. `overrides` are flags: 'section.key' -> value, text or typed. Raises ConfigError."""
+def load(
+    home: Home, overrides: Mapping[str, Any] = MappingProxyType({}), content: Mapping[str, Any] | None = None
+) -> Settings:
+    """Settings of this home. `overrides` are flags: 'section.key' -> value, text or typed. Raises ConfigError.
+
+    `content`: what config.toml is taken to hold, instead of what it does.
+    """
     check_keys(overrides, "flag --set")
     by_variable = {variable(key): key for key in FIELDS}
     aliased: dict[str, str] = {}
@@ -102,10 +113,15 @@ def load(home: Home, overrides: Mapping[str, Any] = MappingProxyType({})) -> Set
             env_settings: PydanticBaseSettingsSource,
             **_others: PydanticBaseSettingsSource,
         ) -> tuple[PydanticBaseSettingsSource, ...]:
-            file = TomlConfigSettingsSource(settings_cls, home.config_path)
-            check_keys(flatten(file.toml_data, str(home.config_path)), str(home.config_path))
+            file: InitSettingsSource
+            if content is None:
+                file = TomlConfigSettingsSource(settings_cls, home.config_path)
+            else:
+                file = InitSettingsSource(settings_cls, dict(content))
+            held = flatten(file.init_kwargs, str(home.config_path))
+            check_keys(held, str(home.config_path))
             alias = InitSettingsSource(settings_cls, nest(aliased))
-            origins.update(dict.fromkeys(flatten(file.toml_data, ""), "config.toml"))
+            origins.update(dict.fromkeys(held, "config.toml"))
             origins.update({key: next(n for n, k in ALIASES.items() if k == key) for key in aliased})
             origins.update({key: variable(key) for key in flatten(env_settings(), "")})
             origins.update(dict.fromkeys(overrides, "flag"))
@@ -129,7 +145,18 @@ def set_value(home: Home, key: str, value: str) -> Any:
     Raises ConfigError, without touching the file, when the file would not be valid with it.
     """
     check_keys([key], "argument KEY")
-    section, name = key.split(".")
+    text = edited(home, {key: value}, "argument VALUE")
+    write_atomic(home.config_path, text.encode())
+    return value_of(Config.model_validate(tomllib.loads(text)), key)
+
+
+def edited(home: Home, values: Mapping[str, Any], where: str) -> str:
+    """The text of config.toml with these values ('section.key' -> text or typed) in it, comments and order kept.
+
+    `where` the values are from is named in errors. Raises ConfigError when the file would not be valid with them.
+    """
+    for key, value in values.items():
+        check_value(key, value, where)
     path = home.config_path
     try:
         document = tomlkit.parse(path.read_text() if path.exists() else "")
@@ -137,32 +164,72 @@ def set_value(home: Home, key: str, value: str) -> Any:
         raise ConfigError(f"{path} is not valid TOML: {error} ; correct that line") from error
     content = document.unwrap()
     check_keys(flatten(content, str(path)), str(path))
-    content.setdefault(section, {})[name] = value
+    for section, changed in nest(values).items():
+        content.setdefault(section, {}).update(changed)
     try:
-        parsed = value_of(Config.model_validate(content), key)
+        config = Config.model_validate(content)
     except ValidationError as error:
-        raise ConfigError(explain(error, {key: "argument VALUE"}, otherwise=path.name)) from error
-    if section not in document:
-        document[section] = tomlkit.table()
-    document[section][name] = list(parsed) if isinstance(parsed, tuple) else parsed
-    write_atomic(path, tomlkit.dumps(document).encode())
-    return parsed
+        raise ConfigError(explain(error, dict.fromkeys(values, where), otherwise=path.name)) from error
+    for key in values:
+        section, name = key.split(".")
+        if section not in document:
+            document[section] = tomlkit.table()
+        document[section][name] = plain(value_of(config, key))
+    return tomlkit.dumps(document)
 
 
-def public_values(settings: Settings) -> dict[str, dict[str, Any]]:
-    """key -> {value, source, default, help} in JSON values; secrets are masked."""
+def check_value(key: str, value: Any, where: str) -> None:
+    """Raises ConfigError for what pydantic would take for something else, and for what no file can hold."""
+    wrong = ""
+    if isinstance(value, bool) and FIELDS[key].annotation is not bool:
+        wrong = f"{str(value).lower()} is no value of it"
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        wrong = "it holds half a character"
+    if wrong:
+        raise ConfigError(f"{key} ({where}): {wrong} ; set it to {allowed(FIELDS[key])}: {FIELDS[key].description}")
+
+
+def public_values(settings: Settings, wanted: Config | None = None) -> dict[str, dict[str, Any]]:
+    """key -> {value, source, default, help, applies, type, choices, secret} in JSON values; secrets are masked.
+
+    `wanted`: what a running node is to have from its next start on; it is the entry's `pending` where it differs.
+    """
     table = {}
     for key, field in FIELDS.items():
-        value = value_of(settings.config, key)
-        if key in SECRET and value:
-            value = "(hidden)"
+        kind, choices = kind_of(field)
         table[key] = {
-            "value": list(value) if isinstance(value, tuple) else value,
+            "value": shown(key, value_of(settings.config, key)),
             "source": settings.sources[key],
-            "default": list(field.default) if isinstance(field.default, tuple) else field.default,
+            "default": plain(field.default),
             "help": field.description or "",
+            "applies": applies(key),
+            "type": kind,
+            "choices": choices,
+            "secret": key in SECRET,
         }
+        if wanted is not None and value_of(wanted, key) != value_of(settings.config, key):
+            table[key]["pending"] = shown(key, value_of(wanted, key))
     return table
+
+
+def shown(key: str, value: Any) -> Any:
+    """The value for people to see."""
+    return "(hidden)" if key in SECRET and value else plain(value)
+
+
+def plain(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
+
+
+def kind_of(field: FieldInfo) -> tuple[str, list[str] | None]:
+    """The type of a setting for a form, and what there is to choose from."""
+    choices = get_args(field.annotation)
+    if choices and all(isinstance(choice, str) for choice in choices):
+        return "choice", list(choices)
+    kinds: dict[Any, str] = {int: "int", float: "float", bool: "bool", str: "str"}
+    return kinds.get(field.annotation, "list"), None
 
 
 def nest(flat: Mapping[str, Any]) -> dict[str, Any]:
@@ -190,9 +257,9 @@ def flatten(nested: Mapping[str, Any], where: str) -> dict[str, Any]:
 def check_keys(keys: Mapping[str, Any] | list[str], where: str) -> None:
     for key in keys:
         if key not in FIELDS:
-            near = nearest(key)
+            near = nearest(key[:100])
             hint = f"did you mean {near}?" if near else "`shoal config show` lists all keys"
-            raise ConfigError(f"{where}: unknown key {key} ; {hint}")
+            raise ConfigError(f"{where}: unknown key {key[:100]} ; {hint}")
 
 
 def nearest(key: str) -> str | None:
@@ -210,8 +277,9 @@ def explain(error: ValidationError, origins: Mapping[str, str], otherwise: str =
     key = ".".join(path[:2])
     if key in FIELDS:
         source = origins.get(key, otherwise)
+        given = "(hidden)" if key in SECRET else reprlib.repr(first["input"])
         return (
-            f"{key} = {first['input']!r} ({source}): {first['msg'].lower()}{others} ; "
+            f"{key} = {given} ({source}): {first['msg'].lower()}{others} ; "
             f"set it to {allowed(FIELDS[key])}: {FIELDS[key].description}"
         )
     what, _, fix = first["msg"].removeprefix("Value error, ").partition("; ")
@@ -238,6 +306,6 @@ def allowed(field: FieldInfo) -> str:
             bounds.append(f"at most {limit.max_length} characters")
         if getattr(limit, "pattern", None) is not None:
             bounds.append(f"something like {field.default}")
-    kinds: dict[Any, str] = {int: "a whole number", float: "a number", str: "text"}
+    kinds: dict[Any, str] = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
     kind = kinds.get(field.annotation, "a list")
     return " ".join([kind, ", ".join(bounds)]).strip()

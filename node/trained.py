@@ -22,7 +22,11 @@ class TrainedDays:
     def on(self, day: str) -> float:
         """Seconds trained on that day."""
         if day != self._day:
-            row = self._database.one("SELECT seconds FROM trained_days WHERE day = ?", day)
+            row = None
+            try:
+                row = self._database.one("SELECT seconds FROM trained_days WHERE day = ?", day)
+            except StoreError as error:
+                log.error("how long this node trained on %s cannot be read, counting from 0: %s", day, error)
             self._day, self._seconds = day, 0.0 if row is None else float(row[0])
         return self._seconds
 

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from node.scorer import ScorerError
-from node.settings import public_values
+from node.settings import ConfigError, Overridden, public_values
 from protocol.rollout import RolloutGroup
 from swarm.experience import GroupRecord, UnknownGroup
 from swarm.reputation import faded
-from web.view import NotFound
+from web.view import NotFound, SettingOverridden, SettingRefused
 
 if TYPE_CHECKING:
     from node.daemon import Daemon
@@ -159,7 +159,21 @@ class DaemonView:
                 await asyncio.sleep(0.5)
 
     def config(self) -> Mapping[str, Json]:
-        return public_values(self.node.settings)
+        return public_values(self.node.settings, self.node.wanted)
+
+    def change(self, values: Mapping[str, Json]) -> Mapping[str, Json]:
+        try:
+            changed = self.node.change(values)
+        except Overridden as error:
+            raise SettingOverridden(str(error)) from error
+        except ConfigError as error:
+            raise SettingRefused(str(error)) from error
+        entries, concerned = self.config(), (*changed.applied, *changed.restart)
+        return {
+            "applied": list(changed.applied),
+            "restart": list(changed.restart),
+            "config": {key: entries[key] for key in concerned},
+        }
 
     def metrics(self) -> Mapping[str, float]:
         status = self.status()

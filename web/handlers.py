@@ -13,7 +13,7 @@ from web.guard import Guard, cookie_name
 from web.probes import prometheus, readiness, trouble
 from web.queries import MAX_ROW, body, group_id, integer, numbers
 from web.streams import Streams
-from web.view import NodeView, NotFound
+from web.view import NodeView, NotFound, SettingOverridden, SettingRefused
 
 STATIC = Path(__file__).parent / "static"
 TYPES = {".css": "text/css", ".html": "text/html", ".js": "text/javascript", ".svg": "image/svg+xml"}
@@ -50,6 +50,7 @@ class Handlers:
             web.get(f"{api}/events", self.events),
             web.get(f"{api}/events/stream", self.stream, allow_head=False),
             web.get(f"{api}/config", self.config),
+            web.post(f"{api}/config", self.change),
             web.post(f"{api}/pause", self.pause),
             web.post(f"{api}/resume", self.resume),
             web.post(f"{api}/stop", self.stop),
@@ -192,6 +193,17 @@ class Handlers:
         return answer(self.view.config())
 
     # -- what a person can ask of it --------------------------------------------------------------------------
+
+    async def change(self, request: web.Request) -> web.Response:
+        """Change settings: all that are named, or none where one is not good."""
+        values = await body(request)
+        if not values:
+            raise Refused(400, "no setting is named", 'send {"section.key": value}')
+        try:
+            return answer(self.view.change(values))
+        except SettingRefused as refused:
+            what, _, fix = str(refused).partition(" ; ")
+            raise Refused(409 if isinstance(refused, SettingOverridden) else 400, what, fix) from refused
 
     async def pause(self, request: web.Request) -> web.Response:
         """Pause after the step in progress, for a reason that the status shows."""

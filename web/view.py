@@ -15,6 +15,14 @@ class NotFound(Exception):
     """No such group, step or peer."""
 
 
+class SettingRefused(Exception):
+    """A change of settings that is not valid; the message is "what ; what to do"."""
+
+
+class SettingOverridden(SettingRefused):
+    """A change that would not count, because a flag or an environment variable says otherwise."""
+
+
 class NodeView(Protocol):
     def status(self) -> Mapping[str, Json]:
         """`state` (STARTING, RESUMING, TRAINING, WAITING, PAUSED, IDLE, STOPPING, FAILED), `reason`, `next` (action
@@ -58,7 +66,12 @@ class NodeView(Protocol):
         """Events as they happen, starting after id `after`."""
 
     def config(self) -> Mapping[str, Json]:
-        """key -> {value, source, default, help}; secrets are not in it."""
+        """key -> {value, source, default, help, applies, type, choices, secret}, and `pending` where another value
+        holds from the next start; secrets are not in it."""
+
+    def change(self, values: Mapping[str, Json]) -> Mapping[str, Json]:
+        """Change settings: {applied: [keys in force now], restart: [keys in force from the next start], config: their
+        entries}. Raises SettingRefused and SettingOverridden, and nothing is changed then."""
 
     def metrics(self) -> Mapping[str, float]:
         """Prometheus samples: full metric name with labels (`shoal_rejected_total{reason="stale"}`) -> value."""

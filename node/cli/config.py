@@ -1,8 +1,14 @@
 """`shoal config`, `shoal id`, `shoal paths`."""
 
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
 import click
 
 from node.cli.session import Command, Group, Session, with_session
+
+if TYPE_CHECKING:
+    from node.home import Home
 
 
 @click.group(cls=Group)
@@ -38,22 +44,52 @@ def show(session: Session, key: str | None) -> None:
 @click.argument("value")
 @with_session
 def set_key(session: Session, key: str, value: str) -> None:
-    """Write a setting into config.toml (checked first, comments kept). Takes effect at the next start."""
+    """Write a setting into config.toml (checked first, comments kept). A running node takes it up where it can."""
     from node.cli.output import cell, emit
-    from node.settings import SECRET, set_value
+    from node.settings import set_value, shown
 
     home = session.node()
-    written = set_value(home, key, value)
-    shown = "(hidden)" if key in SECRET else written
+    done, trouble = by_daemon(session, home, key, value) if home.daemon() is not None else (None, "")
+    if done is None:
+        written = shown(key, set_value(home, key, value))
+    else:
+        entry = done["config"][key]
+        written = entry.get("pending", entry["value"])
+        if done["restart"]:
+            held = ", ".join(done["restart"])
+            trouble = f"the running node takes up {held} at its next start ; shoal down, then shoal up"
     if session.as_json:
-        emit({"key": key, "value": shown, "file": str(home.config_path)})
+        running = {name: done[name] for name in ("applied", "restart")} if done is not None else {}
+        emit({"key": key, "value": written, "file": str(home.config_path), **running})
         return
-    click.echo(f"{key} = {cell(shown)} in {home.config_path}")
-    if home.daemon() is not None:
-        click.echo("shoal: the running daemon goes on with what it had ; shoal down, then shoal up", err=True)
+    now = ", in force now" if done is not None and key in done["applied"] else ""
+    click.echo(f"{key} = {cell(written)} in {home.config_path}{now}")
     source = session.settings(home).sources[key]
-    if source != "config.toml":
-        click.echo(f"shoal: {source} overrides it ; unset that for the file to count", err=True)
+    if not trouble and source != "config.toml":
+        trouble = f"{source} overrides it ; unset that for the file to count"
+    if trouble:
+        click.echo(f"shoal: {trouble}", err=True)
+
+
+def by_daemon(session: Session, home: "Home", key: str, value: str) -> tuple[Mapping[str, Any] | None, str]:
+    """What the running daemon made of a change; None and what to tell where it is left to write the file.
+
+    Raises ConfigError.
+    """
+    from node.client import DaemonUnreachable, RequestRefused, connect
+    from node.settings import ConfigError, check_keys
+
+    check_keys([key], "argument KEY")
+    try:
+        return connect(home).post("config", body={key: value}), ""
+    except RequestRefused as refused:
+        if refused.status == 400:
+            raise ConfigError(str(refused)) from refused
+        if refused.status == 409:
+            return None, str(refused)
+    except DaemonUnreachable:
+        pass  # the file is what the next start reads in any case
+    return None, "the running daemon goes on with what it had ; shoal down, then shoal up"
 
 
 @click.command(name="id", cls=Command)

@@ -336,6 +336,61 @@ async def test_time_in_a_pause_is_no_age_of_a_step(
     assert Progress(time.time, 60.0).step_age(5.0) is None
 
 
+async def test_settings_change_between_two_steps_and_not_in_one(
+    make_loop: Callable[..., Loop], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop = make_loop(FakeTrainer())
+    parts, seen = loop.parts, list[tuple[Any, ...]]()
+    parts.history.record_evaluation(0, {"a": 0.5})
+    configured = list[TrainConfig]()
+    monkeypatch.setattr(parts.trainer, "configure", configured.append)
+    wanted = Config.model_validate(
+        {
+            "swarm": {"own_groups": 2, "foreign_groups": 1},
+            "train": {"learning_rate": 0.5, "curriculum_low": 0.25},
+            "rollout": {"temperature": 0.5},
+            "checkpoint": {"keep": 7},
+        }
+    )
+
+    def now() -> tuple[Any, ...]:
+        swarm = parts.config.swarm
+        own = loop.own
+        return (
+            swarm.own_groups,
+            loop.foreign.share.most,
+            own.rollouts.config.rollout.temperature,
+            own.curriculum.low,
+            parts.checkpoints.keep,
+            [train.learning_rate for train in configured],
+        )
+
+    async def step() -> None:
+        seen.append(now())
+        loop.change(wanted)
+        await asyncio.sleep(0)
+        seen.append(now())
+        parts.trainer.step += 1
+
+    monkeypatch.setattr(loop, "step", step)
+    await loop.run(2)
+    before, after = (4, 4, 1.0, 0.0, 2, []), (2, 1, 0.5, 0.25, 7, [0.5])
+    assert seen == [before, before, after, after]
+    assert parts.config is wanted
+
+
+async def test_a_start_that_is_held_repeats_no_step_until_it_may(make_loop: Callable[..., Loop]) -> None:
+    trainer = FakeTrainer()
+    loop = make_loop(trainer, [1, 2])
+    loop.unpaused.clear()
+    recovering = asyncio.create_task(loop.recover())
+    await asyncio.sleep(0.2)
+    assert (loop.parts.progress.stage, loop.saved, trainer.given) == ("paused", 2, [])
+    loop.unpaused.set()
+    await recovering
+    assert (loop.parts.progress.stage, trainer.given) == ("start", [1, 2])
+
+
 async def test_a_scorer_that_fails_skips_the_step(
     make_loop: Callable[..., Loop], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -190,6 +190,6 @@ def test_public_values_hide_the_invite(home: Home) -> None:
     assert values["swarm.join"]["value"] == "(hidden)"
     assert values["web.port"] == {
         "value": 8420, "source": "default", "default": 8420,
-        "help": "port; 0: a free one",
+        "help": "port; 0: a free one", "applies": "restart", "type": "int", "choices": None, "secret": False,
     }  # fmt: skip
-    assert "secret" not in str(values)
+    assert "shoal:secret" not in str(values)

@@ -29,6 +29,7 @@ class FixtureView:
         draw = random.Random(seed)
         self.now = now
         self.calls: list[tuple[str, ...]] = []
+        self.refuses: Exception | None = None
         self.step_rows = [
             {
                 "step": step,
@@ -194,6 +195,12 @@ class FixtureView:
 
     def config(self) -> Mapping[str, Any]:
         return {"web.port": {"value": 8420, "source": "default", "default": 8420, "help": "port; 0: a free one"}}
+
+    def change(self, values: Mapping[str, Any]) -> Mapping[str, Any]:
+        if self.refuses is not None:
+            raise self.refuses
+        self.calls.append(("change", str(dict(values))))
+        return {"applied": list(values), "restart": [], "config": {key: {"value": values[key]} for key in values}}
 
     def metrics(self) -> Mapping[str, float]:
         return {

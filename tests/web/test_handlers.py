@@ -1,10 +1,12 @@
 """Every endpoint: what it answers, and what it refuses."""
 
+import json
 import math
 
 import pytest
 
 from web.queries import MAX_BODY
+from web.view import SettingOverridden, SettingRefused
 
 
 async def get(client, path, status=200):
@@ -117,6 +119,37 @@ async def test_pause_resume_stop(client, view):
     async with client.post("/api/v1/stop", json={}) as done:
         assert done.status == 202
     assert view.calls == [("pause", "a game"), ("resume",), ("stop",)]
+
+
+async def change(client, content, status):
+    headers = {"Content-Type": "application/json"}
+    async with client.post("/api/v1/config", data=content, headers=headers) as answer:
+        assert answer.status == status, await answer.text()
+        return await answer.json()
+
+
+async def test_change_settings(client, view):
+    many = {f"section.key_{number}": number for number in range(200)}
+    for asked in ({"swarm.own_groups": 2}, many):
+        done = await change(client, json.dumps(asked), 200)
+        assert done["applied"] == list(asked)
+        assert done["config"][next(iter(asked))] == {"value": asked[next(iter(asked))]}
+    assert view.calls == [("change", "{'swarm.own_groups': 2}"), ("change", str(many))]
+
+
+@pytest.mark.parametrize(
+    ("refused", "status"), [(SettingRefused("a = 1 is odd ; set it to 2"), 400), (SettingOverridden("by a flag"), 409)]
+)
+async def test_a_change_that_is_refused(client, view, refused, status):
+    view.refuses = refused
+    what, _, fix = str(refused).partition(" ; ")
+    assert await change(client, b'{"a.b": 1}', status) == {"error": what, "fix": fix}
+
+
+@pytest.mark.parametrize("content", [b"", b"{}", b"{", b"[]", b"3", b'"x"', b"null", b'{"a.b": 1'])
+async def test_a_change_of_nothing_or_of_no_object(client, view, content):
+    assert (await change(client, content, 400))["fix"]
+    assert view.calls == []
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from click.testing import CliRunner, Result
 from node.cli.app import shoal
 from node.home import DaemonInfo, Home
 from web.server import WebServer
-from web.view import NotFound
+from web.view import NotFound, SettingOverridden, SettingRefused
 
 STATUS: dict[str, Any] = {
     "state": "WAITING", "reason": "no peer reachable (3 tried), training alone", "next": "run shoal peers",
@@ -61,6 +61,17 @@ class FakeNode:
 
     def peers(self) -> list[dict[str, Any]]:
         return [PEER]
+
+    def change(self, values: dict[str, Any]) -> dict[str, Any]:
+        self.asked.append(f"change: {values}")
+        (key,) = values
+        if key == "swarm.own_groups":
+            raise SettingOverridden(f"{key} is set by a flag of the running node ; leave that out")
+        if key == "eval.tasks":
+            raise SettingRefused(f"{key} = 0 (the request): too few ; set it to a whole number at least 1")
+        entry = {"value": 8420, "pending": 9000} if key == "web.port" else {"value": values[key]}
+        concerned = {"applied": [], "restart": [key]} if key == "web.port" else {"applied": [key], "restart": []}
+        return {**concerned, "config": {key: entry}}
 
     def pause(self, reason: str) -> None:
         self.asked.append(f"pause: {reason}")

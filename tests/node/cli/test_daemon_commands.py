@@ -1,5 +1,6 @@
 import http.client
 import json
+import os
 import time
 import webbrowser
 from collections.abc import Callable
@@ -150,11 +151,52 @@ def test_pause_resume_and_down(run: Run, home: Home, daemon: Any) -> None:
     assert run("--home", home.path, "down").exit_code == 3
 
 
-def test_a_setting_that_a_running_daemon_does_not_take_up_is_said(run: Run, home: Home, daemon: Any) -> None:
+def test_settings_go_through_the_running_daemon(run: Run, home: Home, daemon: Any) -> None:
+    def set_key(key: str, value: str, *more: str) -> Result:
+        return run("--home", home.path, "config", "set", key, value, *more)
+
+    now = set_key("eval.every", "5")
+    assert (now.stdout, now.exit_code) == (f"eval.every = 5 in {home.config_path}, in force now\n", 0)
+    later = set_key("web.port", "9000")
+    assert later.stdout == f"web.port = 9000 in {home.config_path}\n"
+    assert later.stderr.startswith("shoal: the running node takes up web.port at its next start ; shoal down")
+    assert json.loads(set_key("web.port", "9000", "--json").stdout) == {
+        "key": "web.port",
+        "value": 9000,
+        "file": str(home.config_path),
+        "applied": [],
+        "restart": ["web.port"],
+    }
+    wrong = set_key("eval.tasks", "0")
+    assert (wrong.exit_code, wrong.stderr) == (
+        2,
+        "shoal: eval.tasks = 0 (the request): too few ; set it to a whole number at least 1\n",
+    )
+    assert set_key("eval.evry", "5").exit_code == 2
+    assert "own_groups" not in home.config_path.read_text()
+    overridden = set_key("swarm.own_groups", "2")  # the file is for the next start
+    assert overridden.stderr == "shoal: swarm.own_groups is set by a flag of the running node ; leave that out\n"
+    assert home.config_path.read_text().endswith("[swarm]\nown_groups = 2\n")
+    assert daemon.asked == [
+        f"change: {change}"
+        for change in (
+            {"eval.every": "5"},
+            {"web.port": "9000"},
+            {"web.port": "9000"},
+            {"eval.tasks": "0"},
+            {"swarm.own_groups": "2"},
+        )
+    ]
+    daemon.stop()
+    alone = set_key("eval.every", "6")
+    assert (alone.stdout, alone.stderr) == (f"eval.every = 6 in {home.config_path}\n", "")
+
+
+def test_a_setting_for_a_daemon_that_does_not_answer_is_for_its_next_start(run: Run, home: Home) -> None:
+    home.write_daemon(DaemonInfo(os.getpid(), "http://127.0.0.1:9", 1.0))
     result = run("--home", home.path, "config", "set", "eval.every", "5")
     assert result.stderr == "shoal: the running daemon goes on with what it had ; shoal down, then shoal up\n"
-    daemon.stop()
-    assert run("--home", home.path, "config", "set", "eval.every", "6").stderr == ""
+    assert home.config_path.read_text().endswith("every = 5\n")
 
 
 def test_open_prints_and_opens_a_one_time_link(
