@@ -5,6 +5,7 @@ none, it passes over quiet hours or hours a day until they end. Nothing passes o
 """
 
 import asyncio
+import contextlib
 import logging
 import os
 import shutil
@@ -194,5 +195,8 @@ def measure(home: Path, checkpoints: CheckpointStore | None, first_checkpoint: i
                 used += (Path(directory) / name).lstat().st_size
             except OSError:  # gone since it was listed
                 continue
-    sizes = [entry.size for entry in checkpoints.entries() if entry.name != "best"] if checkpoints else []
+    sizes: list[int] = []
+    if checkpoints is not None:
+        with contextlib.suppress(OSError):  # one is being replaced
+            sizes = [entry.size for entry in checkpoints.entries() if entry.name != "best"]
     return Disk(used, shutil.disk_usage(home).free, max(sizes, default=first_checkpoint))

@@ -129,6 +129,7 @@ class Loop:
         """Train until `steps` updates are done in all (None: for ever). Raises what is nobody's to catch here."""
         p = self.parts
         await self._while_held()
+        await self._take_up_settings()
         if p.history.held_out_start() is None:
             p.progress.say("STARTING", "taking the first held-out score")
             await self.evaluations.take()

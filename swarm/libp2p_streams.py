@@ -129,7 +129,7 @@ class Streams:
             began = now()
             with self._runtime.deadline(left):
                 await stream.write(piece)
-            left -= now() - began
+            left = max(0.0, left - (now() - began))
             self.bytes_out += len(piece)
             await up.passed(len(piece))
 

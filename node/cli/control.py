@@ -66,7 +66,7 @@ def pause(session: Session, reason: str) -> None:
 @click.command(cls=Command)
 @with_session
 def resume(session: Session) -> None:
-    """Train on after a pause."""
+    """Train on after a pause; where quiet hours or the day's hours hold the node, in spite of them until they end."""
     answer(session, session.client().post("resume"))
 
 
