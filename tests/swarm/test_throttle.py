@@ -185,7 +185,8 @@ async def test_libp2p_keeps_to_the_limit(libp2p, server: tuple[int, int], asker:
     await b.start()
     await a.connect(b.addresses()[0], timeout=5)
     begin = time.monotonic()
-    came = await ask_for(3.0, a, b, size=4000, streams=3)
+    # so many that some always wait: a machine that is slow now and then must not count
+    came = await ask_for(3.0, a, b, size=3000, streams=8)
     assert came / (time.monotonic() - begin) == pytest.approx(RATE, rel=0.2)
 
 
