@@ -4,6 +4,7 @@ Quiet hours are those of the wall clock: a change to summer time makes them an h
 was set is believed, because everything is worked out anew each time.
 """
 
+import logging
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -15,6 +16,8 @@ from zoneinfo import ZoneInfo
 
 if TYPE_CHECKING:
     from node.config import LimitsConfig
+
+log = logging.getLogger(__name__)
 
 DAYS = ("mon", "tue", "wed", "thu", "fri", "sat", "sun")
 DAY, WEEK = 24 * 60, 7 * 24 * 60
@@ -129,7 +132,9 @@ def local_zone() -> tzinfo:
             return ZoneInfo(name)
         with LOCALTIME.open("rb") as file:
             return ZoneInfo.from_file(file)
-    except (OSError, ValueError, LookupError):  # no such zone, no zones here (a small container), or no file
+    except (OSError, ValueError, LookupError) as error:
+        where = f"TZ = {name!r}" if name else str(LOCALTIME)
+        log.warning("%s gives no time zone (%s): quiet hours and days are those of UTC", where, error)
         return UTC
 
 
