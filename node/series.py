@@ -97,8 +97,8 @@ class Series:
         rows, rewards = [], []
         for step, record in steps:
             numbers = {name: record.get(name) for name in COLUMNS}
-            spent = [record.get(f"{part}_seconds") for part in ("prepare", "update")]
-            numbers["seconds"] = None if None in spent else sum(spent)
+            if "prepare_seconds" in record and "update_seconds" in record:
+                numbers["seconds"] = record["prepare_seconds"] + record["update_seconds"]
             rows.append((step, step, numbers["reward"], numbers["reward"], *numbers.values()))
             rewards += [(step, name, mean) for name, mean in record.get("rewards", {}).items()]
         self._database.execute_many(
