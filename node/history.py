@@ -202,6 +202,11 @@ class History:
         except StoreError as error:
             log.error("the event is in this log only: %s", error)
 
+    def event_range(self) -> tuple[int, int]:
+        """Ids of the oldest and of the newest event kept; (1, 0) where there is none."""
+        row = self._database.one("SELECT (SELECT MIN(id) FROM events), (SELECT MAX(id) FROM events)")
+        return (1, 0) if row is None or row[0] is None else (int(row[0]), int(row[1]))
+
     def events(self, after: int | None, limit: int) -> list[dict[str, Any]]:
         """Events with id > `after`, oldest first; None: the newest `limit` ones."""
         if after is None:

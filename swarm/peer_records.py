@@ -40,12 +40,6 @@ class PeerRecords:
         )
         return [(_record(row[:-2]), row[-2], row[-1]) for row in rows]
 
-    def seen_since(self, at: float) -> int:
-        """How many were seen at this time (unix seconds) or later."""
-        row = self._db.one("SELECT COUNT(*) FROM peers WHERE last_seen >= ?", at)
-        assert row is not None  # an aggregate always has one
-        return int(row[0])
-
     def save(self, record: PeerRecord, verdict: str | None = None) -> None:
         """Write a peer's record and, with `verdict`, count one more of it."""
         with self._db.transaction():
