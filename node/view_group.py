@@ -100,4 +100,6 @@ def pieces(completion: Completion, bundle: ModelBundle) -> list[dict[str, Json]]
             continue
         shown.append({"text": text[len(told) :], "logprob": logprob})
         before, start = start, end
+    if start < len(ids):  # cut off in the middle of a character
+        shown[-1]["text"] = decode(bundle, ids[before:])[len(decode(bundle, ids[before:start])) :]
     return shown

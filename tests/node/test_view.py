@@ -161,7 +161,7 @@ def test_tokens_are_shown_as_the_text_they_spell(bundle: ModelBundle) -> None:
     stray = [encode_completion(bundle, "\u00e9", "stop")[1]] * 9  # the second byte of a character, and no first one
     broken = pieces(sampled(bundle, decode(bundle, stray), stray), bundle)
     assert broken is not None
-    assert "".join(piece["text"] for piece in broken) == decode(bundle, stray)[:8]
+    assert "".join(piece["text"] for piece in broken) == decode(bundle, stray)
     unknown = pieces(sampled(bundle, "ab", logprobs=1), bundle)
     assert unknown is not None
     assert [piece["logprob"] for piece in unknown] == [None] * 3
