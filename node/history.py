@@ -6,11 +6,13 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from node.series import SCHEMA as SERIES
+from node.series import Series
 from swarm.database import Database, StoreError
 
 log = logging.getLogger(__name__)
 
-VERSION = 2
+VERSION = 3
 MAX_EVENTS = 10_000
 KEPT_STEPS = 20_000
 """Of the last so many steps everything is kept (about 1 KB each)."""
@@ -28,7 +30,8 @@ CREATE TABLE events (
     level TEXT NOT NULL,
     kind TEXT NOT NULL,
     message TEXT NOT NULL
-)"""
+);
+""" + SERIES.strip()
 
 
 UPGRADES = {
@@ -37,7 +40,8 @@ CREATE TABLE summed AS SELECT step, at, record, SUM(foreign_groups) OVER (ORDER 
 DROP TABLE steps;
 CREATE TABLE steps (step INTEGER PRIMARY KEY, at REAL NOT NULL, record TEXT NOT NULL, trained_foreign INTEGER NOT NULL);
 INSERT INTO steps SELECT * FROM summed;
-DROP TABLE summed"""
+DROP TABLE summed""",
+    2: SERIES.strip(),
 }
 """From a version to the next one."""
 
@@ -51,6 +55,9 @@ class History:
     def __init__(self, path: Path, clock: Callable[[], float]) -> None:
         self._database, self._clock = Database(path), clock
         self._database.migrate("history_version", VERSION, SCHEMA, UPGRADES)
+        self._series = Series(self._database)
+        if self._series.is_empty():  # of a home from before there was one
+            self._series.fill(self._database.all("SELECT step, record FROM steps"))
 
     def close(self) -> None:
         self._database.close()
@@ -63,9 +70,11 @@ class History:
             "SELECT trained_foreign FROM steps WHERE step < ? ORDER BY step DESC LIMIT 1", step
         ) or (0,)
         total = before[0] + record["foreign_groups"]
-        self._database.execute(
-            "INSERT OR REPLACE INTO steps VALUES (?, ?, ?, ?)", step, self._clock(), json.dumps(record), total
-        )
+        with self._database.transaction():
+            self._database.execute(
+                "INSERT OR REPLACE INTO steps VALUES (?, ?, ?, ?)", step, self._clock(), json.dumps(record), total
+            )
+            self._series.add(step, record)
         if step % TRIM_EVERY == 0:
             self._thin(step - KEPT_STEPS)
 
@@ -74,6 +83,7 @@ class History:
         try:
             for table in ("steps", "evaluations"):
                 self._database.execute(f"DELETE FROM {table} WHERE step > ?", step)
+            self._series.forget_after(step)
         except StoreError as error:
             log.error("steps after %d stay in the history until they are done anew: %s", step, error)
 
@@ -96,6 +106,36 @@ class History:
         """Records of steps > `after`, oldest first, each with `step` and `at` (unix seconds)."""
         rows = self._database.all("SELECT * FROM steps WHERE step > ? ORDER BY step LIMIT ?", after, limit)
         return [_step(row) for row in rows]
+
+    def series(self, points: int, first: int | None, last: int | None) -> dict[str, Any]:
+        """Steps and held-out scores for charts, as `web.view.NodeView.series` says."""
+        known = self._series.range()
+        begin, end = known or (0, 0)
+        low, high = max(begin, first or begin), end if last is None else min(end, last)
+        found = self._series.read(low, high, points)
+        return {
+            "first": known and begin,
+            "last": known and end,
+            **found,
+            "evaluations": self._evaluations_in(first or 0, high if last is None else last, found["width"]),
+        }
+
+    def _evaluations_in(self, first: int, last: int, width: int) -> dict[str, Any]:
+        """The last held-out scores of each `width` steps, in columns."""
+        rows = self._database.all(
+            "SELECT MAX(step), mean, scores FROM evaluations WHERE step BETWEEN ? AND ? GROUP BY step / ? ORDER BY 1",
+            first,
+            last,
+            width,
+        )
+        scores = [json.loads(row[2]) for row in rows]
+        return {
+            "step": [row[0] for row in rows],
+            "mean": [row[1] for row in rows],
+            "scores": {
+                name: [one.get(name) for one in scores] for name in sorted({name for one in scores for name in one})
+            },
+        }
 
     def first_step(self) -> dict[str, Any] | None:
         row = self._database.one("SELECT * FROM steps ORDER BY step LIMIT 1")
@@ -161,6 +201,11 @@ class History:
                 self._database.execute("DELETE FROM events WHERE id <= ?", newest - MAX_EVENTS)
         except StoreError as error:
             log.error("the event is in this log only: %s", error)
+
+    def event_range(self) -> tuple[int, int]:
+        """Ids of the oldest and of the newest event kept; (1, 0) where there is none."""
+        row = self._database.one("SELECT (SELECT MIN(id) FROM events), (SELECT MAX(id) FROM events)")
+        return (1, 0) if row is None or row[0] is None else (int(row[0]), int(row[1]))
 
     def events(self, after: int | None, limit: int) -> list[dict[str, Any]]:
         """Events with id > `after`, oldest first; None: the newest `limit` ones."""

@@ -34,6 +34,11 @@ class Score(msgspec.Struct, frozen=True, array_like=True):
     failure: str | None = None
     """`scorer_failed` with why, when the scorer crashed or missed its deadline; the reward is then 0."""
 
+    @property
+    def all_parts(self) -> dict[str, float]:
+        """The parts, whether the answer was parsed among them."""
+        return {"parsed": float(self.parsed), **self.parts}
+
 
 class Task(msgspec.Struct, frozen=True, array_like=True):
     """A regenerated task. `metadata` (answer included) never leaves the process that scores."""

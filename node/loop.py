@@ -215,7 +215,7 @@ class Loop:
         for rollout in own:
             group = to_group(rollout, epoch=rollout.epoch, bundle=p.bundle)
             try:
-                p.exchange.publish(group)
+                p.exchange.publish(group, [score.all_parts for score in rollout.scores])
             except (Rejected, StoreError) as refused:
                 p.history.event("warning", "share", f"own group not shared: {refused}")
 

@@ -7,6 +7,7 @@ from node.scorer import Scorer, ScorerError
 from protocol.rollout import Completion, RolloutGroup
 from protocol.rules import Reason, Rejected
 from swarm.exchange import ScoringUnavailable
+from swarm.records import Scored
 
 BUDGET_SLACK = 2
 """Tokenizers differ: the same text may take twice the tokens here that it took its producer."""
@@ -18,14 +19,14 @@ class Rescorer:
     def __init__(self, bundle: ModelBundle, scorer: Scorer) -> None:
         self._bundle, self._scorer = bundle, scorer
 
-    async def __call__(self, group: RolloutGroup) -> Sequence[float]:
-        """One reward per completion. Raises Rejected(over_budget), ScoringUnavailable when the scorer failed."""
+    async def __call__(self, group: RolloutGroup) -> Sequence[Scored]:
+        """One score per completion. Raises Rejected(over_budget), ScoringUnavailable when the scorer failed."""
         try:
             return await self._score(group)
         except ScorerError as error:
             raise ScoringUnavailable(str(error)) from error
 
-    async def _score(self, group: RolloutGroup) -> Sequence[float]:
+    async def _score(self, group: RolloutGroup) -> Sequence[Scored]:
         (task,) = await self._scorer.tasks([group.task], foreign=True)
         limit = task.max_tokens * BUDGET_SLACK
         for i, completion in enumerate(group.completions):
@@ -38,7 +39,7 @@ class Rescorer:
                 )
         texts = [(group.task, completion.text) for completion in group.completions]
         scores = await self._scorer.score(texts, foreign=True)
-        return [score.reward for score in scores]
+        return [Scored(score.reward, score.all_parts) for score in scores]
 
     def _length(self, completion: Completion, limit: int) -> int:
         """Tokens of a completion here, or what they cannot exceed where that is within the limit already.

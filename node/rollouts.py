@@ -223,7 +223,7 @@ def train_group(rollout: Rollout, config: TrainConfig, routing: Routing | None =
                 mask=(trained,) * length,
                 reward=shaped,
                 behaviour_logprobs=sample.logprobs if rollout.behaviour_known else None,
-                parts={"parsed": float(score.parsed), **score.parts} if config.advantage == "gdpo" else {},
+                parts=score.all_parts if config.advantage == "gdpo" else {},
                 experts=chosen,
             )
         )

@@ -15,7 +15,8 @@ def summarise(
     rollout_seconds: float,
     seconds: float,
 ) -> dict[str, Any]:
-    """JSON values. Rewards are those of all own samples, also of groups that are not trained on.
+    """JSON values. Rewards are those of all own samples, also of groups that are not trained on; `own_reward` and
+    `foreign_reward` are means over the groups that are (None: there are none).
 
     `version`: of the policy before the update; `seconds`: since the step began, `rollout_seconds` of them sampling.
     """
@@ -27,6 +28,8 @@ def summarise(
     tokens = sum(len(sample.token_ids) for sample in samples)
     return {
         "reward": sum(score.reward for score in scores) / max(1, len(scores)),
+        "own_reward": _mean([reward for rollout in own for reward in rollout.rewards]),
+        "foreign_reward": _mean([reward for rollout in foreign for reward in rollout.rewards]),
         "rewards": {name: sum(values) / len(values) for name, values in sorted(by_environment.items())},
         "sampled_groups": len(sampled),
         "own_groups": len(own),
@@ -36,10 +39,15 @@ def summarise(
         "unparsed": sum(not score.parsed for score in scores) / max(1, len(scores)),
         "truncated": sum(sample.finish == "length" for sample in samples) / max(1, len(samples)),
         "rollout_tokens": tokens,
+        "completion_tokens": tokens / max(1, len(samples)),
         "staleness": max((version - sample.version for sample in samples), default=0),
         "tokens_per_second": tokens / rollout_seconds if rollout_seconds else 0.0,
         "prepare_seconds": seconds,
     }
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return sum(values) / len(values) if values else None
 
 
 def in_words(step: int, summary: Mapping[str, Any], update_seconds: float) -> str:

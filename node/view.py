@@ -1,20 +1,20 @@
 """The daemon as the web layer sees it: one method per question, answers in plain JSON values."""
 
-import asyncio
 import logging
 import os
 import resource
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 import psutil
 
+from node.manifest_words import in_sentences
 from node.scorer import ScorerError
 from node.settings import ConfigError, Overridden, public_values
-from protocol.rollout import RolloutGroup
-from swarm.experience import GroupRecord, UnknownGroup
-from swarm.reputation import faded
+from node.view_group import MAX_SIBLINGS, completions, group_summary, task_of
+from node.view_peers import peer_graph, peers_page, standings
+from swarm.experience import UnknownGroup
 from web.view import NotFound, SettingOverridden, SettingRefused
 
 if TYPE_CHECKING:
@@ -26,8 +26,8 @@ Json = Any
 VERSION = version("shoal")
 LONG_STAGES = 3
 """Of a step: sampling, updating and scoring may each take as long as one stage may."""
-MAX_PEERS_SHOWN = 500
-"""Known peers listed besides those connected: the ones seen last."""
+MEMBER_SECONDS = 86400.0
+"""Who was seen in this time is a member of the swarm, and so is this node."""
 
 
 class DaemonView:
@@ -87,8 +87,11 @@ class DaemonView:
     def evaluations(self, after: int, limit: int) -> Sequence[Mapping[str, Json]]:
         return self.node.history.evaluations(after, limit)
 
-    def groups(self, before: int | None, limit: int) -> Sequence[Mapping[str, Json]]:
-        return [group_summary(record) for record in self.node.store.summaries(before, limit)]
+    def series(self, points: int, first: int | None, last: int | None) -> Mapping[str, Json]:
+        return self.node.history.series(points, first, last)
+
+    def groups(self, before: int | None, limit: int, where: Mapping[str, str]) -> Sequence[Mapping[str, Json]]:
+        return [group_summary(record) for record in self.node.store.summaries(before, limit, where)]
 
     async def group(self, group_id: str) -> Mapping[str, Json]:
         node = self.node
@@ -105,58 +108,47 @@ class DaemonView:
                 log.warning("group %s is shown without its prompt: %s", record.digest.hex()[:12], error)
             else:
                 messages = [{"role": message.role, "content": message.content} for message in task.messages]
-        return {**group_summary(record), "prompt": messages, "completions": completions(group, record.local)}
+        return {
+            **group_summary(record),
+            **task_of(record, node.manifest),
+            "prompt": messages,
+            "completions": await completions(group, record, node.bundle),
+            "siblings": [group_summary(other) for other in node.store.same_task(record, MAX_SIBLINGS)],
+        }
 
-    def peers(self) -> Sequence[Mapping[str, Json]]:
-        node = self.node
-        now, connected = node.clock(), set(node.transport.peers())
-        records = node.store.peers.latest(MAX_PEERS_SHOWN)
-        known = {record.peer: record for record in records + node.store.peers.of(connected)}
-        verdicts = node.store.peers.verdicts(connected | set(known))
-        rows = []
-        for peer in sorted(connected | set(known)):
-            counts = dict(verdicts.get(peer, {}))
-            record = known.get(peer)
-            published, admitted = counts.pop("announced", 0), counts.pop("admitted", 0)
-            rows.append(
-                {
-                    "peer_id": peer,
-                    "connected": peer in connected,
-                    "model": record.model if record else "",
-                    "reputation": node.exchange.weight(peer) if node.exchange else 0.0,
-                    "banned": bool(record and faded(record, now).banned),
-                    "published": published,
-                    "admitted": admitted,
-                    "rejected": counts,
-                    "last_seen": record.last_seen if record else now,
-                }
-            )
-        return rows
+    def peers(self, offset: int, limit: int, *, sort: str, descending: bool, search: str) -> Mapping[str, Json]:
+        return peers_page(self.node, offset, limit, sort=sort, descending=descending, search=search)
+
+    def peer_graph(self) -> Mapping[str, Json]:
+        return peer_graph(self.node)
 
     def swarm(self) -> Mapping[str, Json]:
         node = self.node
         if node.manifest is None:
             return {}
-        now = node.clock()
-        epoch = node.manifest.epoch_at(now)
+        now, manifest = node.clock(), node.manifest
+        epoch, private = manifest.epoch_at(now), node.home.swarm().psk is not None
         return {
-            **node.manifest.describe(),
-            "digest": node.manifest.digest.hex(),
-            "epoch": {"number": epoch, "ends_in": node.manifest.epoch_ends(epoch) - now},
+            **manifest.describe(),
+            "epoch": {"number": epoch, "ends_in": manifest.epoch_ends(epoch) - now},
+            "epochs": {
+                "seconds": manifest.epoch_seconds,
+                "genesis": manifest.genesis,
+                "own_tasks": manifest.slots_per_epoch,
+                "shared_tasks": manifest.shared_slots,
+            },
+            "words": in_sentences(manifest, private=private),
+            "private": private,
+            "members": 1 + sum(peer.record.last_seen >= now - MEMBER_SECONDS for peer in standings(node)),
+            "coordinator": None,
             "invite": node.invite_uri(),
         }
 
     def events(self, after: int | None, limit: int) -> Sequence[Mapping[str, Json]]:
         return self.node.history.events(after, limit)
 
-    async def follow(self, after: int) -> AsyncIterator[Mapping[str, Json]]:
-        while True:
-            fresh = self.node.history.events(after, 100)
-            for event in fresh:
-                after = event["id"]
-                yield event
-            if not fresh:
-                await asyncio.sleep(0.5)
+    def event_range(self) -> tuple[int, int]:
+        return self.node.history.event_range()
 
     def config(self) -> Mapping[str, Json]:
         return public_values(self.node.settings, self.node.wanted)
@@ -231,37 +223,3 @@ class DaemonView:
 
     def stop(self) -> None:
         self.node.request_stop()
-
-
-def group_summary(record: GroupRecord) -> dict[str, Json]:
-    """One row of the groups table."""
-    return {
-        "row": record.row,
-        "id": record.digest.hex(),
-        "origin": record.origin,
-        "producer": record.producer,
-        "model": record.model,
-        "environment": record.task.environment,
-        "epoch": record.epoch,
-        "rewards": list(record.local or record.claimed),
-        "claimed": list(record.claimed),
-        "verdict": record.verdict,
-        "detail": record.detail,
-        "size": record.size,
-        "uses": record.uses,
-        "at": record.received_at,
-    }
-
-
-def completions(group: RolloutGroup, local: Sequence[float]) -> list[dict[str, Json]]:
-    """What was answered, with the local score where there is one."""
-    return [
-        {
-            "text": completion.text,
-            "finish": completion.finish,
-            "tokens": completion.token_count,
-            "claimed": completion.reward,
-            "reward": local[i] if i < len(local) else None,
-        }
-        for i, completion in enumerate(group.completions)
-    ]

@@ -48,6 +48,11 @@ def shared_task(manifest: Manifest, epoch: int, slot: int) -> TaskRef:
     return _task(manifest, _shared_seed(manifest, epoch), slot)
 
 
+def is_shared(manifest: Manifest, epoch: int, task: TaskRef) -> bool:
+    """Whether the task is one that every node has in this epoch, if it is assigned at all."""
+    return task.seed == _shared_seed(manifest, epoch)
+
+
 def is_assigned(manifest: Manifest, epoch: int, producer: str, task: TaskRef) -> bool:
     """Whether `producer` may publish `task` in `epoch`. Constant time. The version is not looked at (rule 6 does)."""
     if task.seed == _own_seed(manifest, epoch, producer):

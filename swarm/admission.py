@@ -16,15 +16,15 @@ from protocol.rules import (
     check_rewards,
 )
 from swarm.experience import ExperienceStore
-from swarm.records import ADMITTED, GroupRecord
+from swarm.records import ADMITTED, GroupRecord, Scored
 
 SCORE_SECONDS = 30.0
 """Deadline for re-scoring one group; the scorer has shorter ones of its own for each answer."""
 SCORE_ATTEMPTS = 3
 SCORE_RETRY_SECONDS = 1.0
 
-Rescore = Callable[[RolloutGroup], Awaitable[Sequence[float]]]
-"""One reward per completion, computed here. May raise UnknownEnvironment, ScoringUnavailable, or Rejected itself."""
+Rescore = Callable[[RolloutGroup], Awaitable[Sequence[Scored]]]
+"""One score per completion, computed here. May raise UnknownEnvironment, ScoringUnavailable, or Rejected itself."""
 
 
 class UnknownEnvironment(Exception):
@@ -58,6 +58,7 @@ class Admission:
         """
         now = self._clock()
         claimed: tuple[float, ...] = ()
+        scores: tuple[Scored, ...] = ()
         local: tuple[float, ...] = ()
         verdict, detail = ADMITTED, ""
         try:
@@ -74,7 +75,8 @@ class Admission:
             expires, claimed = opened.expires, group.rewards
             if self._store.group_of(producer, group.epoch, group.task) is not None:
                 raise Rejected(Reason.equivocation, "another group of this producer for this task was judged before")
-            local = await self._score(group)
+            scores = await self._score(group)
+            local = tuple(score.reward for score in scores)
             check_rewards(group, local, self._manifest.caps.reward_tolerance)
             spec = self._manifest.environment(group.task.environment)
             if spec is not None and spec.max_tokens is not None:
@@ -95,13 +97,14 @@ class Admission:
             detail=detail,
             received_at=now,
             expires_at=expires,
+            parts=tuple(score.parts for score in scores),
         )
 
-    async def _score(self, group: RolloutGroup) -> tuple[float, ...]:
+    async def _score(self, group: RolloutGroup) -> tuple[Scored, ...]:
         for attempt in range(1, SCORE_ATTEMPTS + 1):
             try:
                 async with asyncio.timeout(SCORE_SECONDS):
-                    rewards = tuple(await self._rescore(group))
+                    scores = tuple(await self._rescore(group))
                 break
             except UnknownEnvironment as error:
                 raise Rejected(Reason.unknown_environment, str(error)) from error
@@ -109,6 +112,7 @@ class Admission:
                 if attempt == SCORE_ATTEMPTS:
                     raise ScoringUnavailable(str(error) or f"no answer within {SCORE_SECONDS:.0f} s") from error
                 await asyncio.sleep(SCORE_RETRY_SECONDS * attempt)
+        rewards = tuple(score.reward for score in scores)
         if len(rewards) != len(group.completions) or not all(map(math.isfinite, rewards)):
             raise Rejected(Reason.scorer_failed, f"{len(group.completions)} completions were scored as {rewards}")
-        return rewards
+        return scores

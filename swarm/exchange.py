@@ -7,7 +7,7 @@ that a peer sends or fails to send ends the service: it is counted, with its rea
 
 import asyncio
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -110,8 +110,10 @@ class Exchange:
 
     # -- for the loop and the view ---------------------------------------------------------------------------
 
-    def publish(self, group: RolloutGroup) -> bytes:
+    def publish(self, group: RolloutGroup, parts: Sequence[Mapping[str, float]] = ()) -> bytes:
         """Keep an own group, announce it when the network can, and return its digest; never waits.
+
+        `parts`: what its rewards are made of, one mapping a completion.
 
         A group for a task of an epoch that was published already is not published again: the first one's digest is
         returned. It is on disk before it is announced, so this holds over a kill at any instant, after which the loop
@@ -150,6 +152,7 @@ class Exchange:
             detail="",
             received_at=now,
             expires_at=opened.expires,
+            parts=tuple(parts),
         )
         with self.store.transaction():
             self.store.add(record, body)

@@ -6,8 +6,9 @@ open in the way of node.history, which writes to the same file. Used from the as
 Rows outlive their groups' expiry as the history that people look at, until `max_bytes` or `keep_seconds` is reached.
 """
 
+import json
 import struct
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -21,11 +22,12 @@ from swarm import announcements, peer_records
 from swarm.announcements import Announcements
 from swarm.database import Database, StoreError, StoreFull
 from swarm.peer_records import PeerRecords
-from swarm.records import ADMITTED, ANNOUNCED, GroupRecord, PeerRecord, PoolEntry
+from swarm.records import ADMITTED, ANNOUNCED, TRAINED, GroupRecord, PeerRecord, PoolEntry
 
 __all__ = [
     "ADMITTED",
     "ANNOUNCED",
+    "TRAINED",
     "ExperienceStore",
     "GroupRecord",
     "PeerRecord",
@@ -35,9 +37,10 @@ __all__ = [
     "UnknownGroup",
 ]
 
-SCHEMA_VERSION = 2
-ROW_BYTES = 512
+SCHEMA_VERSION = 3
+ROW_BYTES = 640
 """What a row is taken to cost besides its body, indexes included."""
+CHOSEN_BY = frozenset({"origin", "verdict", "environment", "producer"})
 MAX_REJECTED_BODY = 64 * 1024
 """A rejected group's body is kept for people to look at, unless it is longer than this."""
 MAX_BODY_BYTES = 64 * 2**20
@@ -51,17 +54,29 @@ CREATE TABLE groups (
     origin TEXT NOT NULL, producer TEXT NOT NULL, epoch INTEGER NOT NULL,
     environment TEXT NOT NULL, version TEXT NOT NULL, seed INTEGER NOT NULL, slot INTEGER NOT NULL,
     model TEXT NOT NULL, claimed BLOB NOT NULL, local BLOB NOT NULL, verdict TEXT NOT NULL, detail TEXT NOT NULL,
-    received_at REAL NOT NULL, expires_at REAL NOT NULL, uses INTEGER NOT NULL DEFAULT 0);
+    received_at REAL NOT NULL, expires_at REAL NOT NULL, uses INTEGER NOT NULL DEFAULT 0,
+    parts TEXT NOT NULL DEFAULT '');
 CREATE INDEX groups_task ON groups (producer, epoch, environment, seed, slot);
 CREATE INDEX groups_expiry ON groups (expires_at);
 CREATE INDEX groups_pool ON groups (expires_at, uses, producer) WHERE origin = 'foreign' AND verdict = 'admitted';
 """
+_SHOWN = """
+CREATE INDEX groups_shown ON groups (row, origin, verdict, environment, producer);
+CREATE INDEX groups_same_task ON groups (seed, slot);
+"""
+"""The first one has all that groups are chosen by: they lie behind the bodies, which nobody wants to read past."""
 # Announcements live half an hour and come again by healing.
-_UPGRADES = {1: "DROP TABLE announcements;\n" + announcements.SCHEMA}
+_UPGRADES = {
+    1: "DROP TABLE announcements;\n" + announcements.SCHEMA,
+    2: "ALTER TABLE groups ADD COLUMN parts TEXT NOT NULL DEFAULT '';\n"
+    + _SHOWN
+    + "INSERT INTO verdicts SELECT producer, 'trained', SUM(uses) FROM groups"
+    " WHERE origin = 'foreign' AND verdict = 'admitted' GROUP BY producer HAVING SUM(uses) > 0",
+}
 
 _COLUMNS = (
     "row, digest, size, origin, producer, epoch, environment, version, seed, slot, model, claimed, local, verdict,"
-    " detail, received_at, expires_at, uses"
+    " detail, received_at, expires_at, uses, parts"
 )
 _POOL = "origin = 'foreign' AND verdict = 'admitted' AND expires_at > ? AND LENGTH(body) > 0"
 
@@ -80,9 +95,8 @@ class ExperienceStore:
         self.evicted = 0
         """Groups whose row or body had to go to keep within `max_bytes`."""
         self._db = Database(path)
-        self._db.migrate(
-            "experience_schema", SCHEMA_VERSION, _GROUPS + announcements.SCHEMA + peer_records.SCHEMA, _UPGRADES
-        )
+        schema = _GROUPS + _SHOWN + announcements.SCHEMA + peer_records.SCHEMA
+        self._db.migrate("experience_schema", SCHEMA_VERSION, schema, _UPGRADES)
         self.announcements = Announcements(self._db)
         self.peers = PeerRecords(self._db)
         self._bytes = self._count_bytes()
@@ -113,12 +127,12 @@ class ExperienceStore:
         task = record.task
         added = self._db.execute(
             "INSERT OR IGNORE INTO groups (digest, body, size, origin, producer, epoch, environment, version, seed,"
-            " slot, model, claimed, local, verdict, detail, received_at, expires_at)"
-            " VALUES (?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?)",
+            " slot, model, claimed, local, verdict, detail, received_at, expires_at, parts)"
+            " VALUES (?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?)",
             record.digest, kept, len(body), record.origin, record.producer, record.epoch,
             task.environment, task.version, task.seed, task.index, record.model,
             _pack(record.claimed), _pack(record.local), record.verdict, record.detail,
-            record.received_at, record.expires_at,
+            record.received_at, record.expires_at, json.dumps(record.parts) if any(record.parts) else "",
         )  # fmt: skip
         if not added:
             return False
@@ -178,10 +192,35 @@ class ExperienceStore:
             raise UnknownGroup(f"{count} an id that starts with {prefix!r}; see shoal groups")
         return _record(rows[0])
 
-    def summaries(self, before: int | None, limit: int) -> list[GroupRecord]:
-        """Newest first, with row < `before` (None: from the newest)."""
+    def summaries(self, before: int | None, limit: int, where: Mapping[str, str] | None = None) -> list[GroupRecord]:
+        """Newest first, with row < `before` (None: from the newest), that have the values of `where`, which names
+        columns of CHOSEN_BY."""
         top = 2**63 - 1 if before is None else before
-        rows = self._db.all(f"SELECT {_COLUMNS} FROM groups WHERE row < ? ORDER BY row DESC LIMIT ?", top, limit)
+        where = where or {}
+        assert CHOSEN_BY.issuperset(where)
+        conditions = "".join(f" AND {name} = ?" for name in where)
+        rows = self._db.all(
+            f"SELECT {_COLUMNS} FROM groups WHERE row IN (SELECT row FROM groups INDEXED BY groups_shown"
+            f" WHERE row < ?{conditions} ORDER BY row DESC LIMIT ?) ORDER BY row DESC",
+            top,
+            *where.values(),
+            limit,
+        )
+        return [_record(row) for row in rows]
+
+    def same_task(self, record: GroupRecord, limit: int) -> list[GroupRecord]:
+        """Other groups on the task of this one, own and foreign, newest first."""
+        task = record.task
+        rows = self._db.all(
+            f"SELECT {_COLUMNS} FROM groups WHERE seed = ? AND slot = ? AND environment = ? AND version = ?"
+            " AND digest != ? ORDER BY row DESC LIMIT ?",
+            task.seed,
+            task.index,
+            task.environment,
+            task.version,
+            record.digest,
+            limit,
+        )
         return [_record(row) for row in rows]
 
     def pool(self, now: float) -> list[PoolEntry]:
@@ -195,8 +234,15 @@ class ExperienceStore:
         return dict(rows)
 
     def mark_used(self, digests: Sequence[bytes]) -> None:
-        """Count one more use of each."""
-        self._db.execute_many("UPDATE groups SET uses = uses + 1 WHERE digest = ?", [(digest,) for digest in digests])
+        """Count one more use of each, on its producer's account too."""
+        chosen = [(digest,) for digest in digests]
+        with self._db.transaction():
+            self._db.execute_many("UPDATE groups SET uses = uses + 1 WHERE digest = ?", chosen)
+            self._db.execute_many(
+                f"INSERT INTO verdicts SELECT producer, '{TRAINED}', 1 FROM groups WHERE digest = ?"
+                " ON CONFLICT DO UPDATE SET count = count + 1",
+                chosen,
+            )
 
     def resize(self, max_bytes: int) -> None:
         """Hold at most so much from now on. Raises StoreError."""
@@ -263,8 +309,9 @@ def _unpack(packed: bytes) -> tuple[float, ...]:
 
 def _record(row: tuple[Any, ...]) -> GroupRecord:
     (number, digest, size, origin, producer, epoch, environment, version, seed, slot, model, claimed, local, verdict,
-     detail, received_at, expires_at, uses) = row  # fmt: skip
+     detail, received_at, expires_at, uses, parts) = row  # fmt: skip
     return GroupRecord(
         digest, origin, producer, epoch, TaskRef(environment, version, seed, slot), model, _unpack(claimed),
         _unpack(local), verdict, detail, received_at, expires_at, size, number, uses,
+        tuple(json.loads(parts)) if parts else (),
     )  # fmt: skip

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from typing import Literal
 
 import trio
 from libp2p.abc import INetConn, INetStream
@@ -17,6 +18,7 @@ from libp2p.exceptions import BaseLibp2pError
 from libp2p.peer.id import ID
 from libp2p.peer.peerinfo import PeerInfo
 from libp2p.peer.peerstore import PeerStoreError
+from libp2p.rcmgr import Direction
 from libp2p.tools.anyio_service import background_trio_service
 from multiaddr import Multiaddr
 
@@ -25,11 +27,12 @@ from swarm.libp2p_addresses import ADDRESSES_PER_PEER, AddressBook, parse, witho
 from swarm.libp2p_bans import Bans
 from swarm.libp2p_dht import Dht
 from swarm.libp2p_gossip import MESH_DEGREE, Inbox, new_pubsub
-from swarm.libp2p_ping import answers
+from swarm.libp2p_ping import ping
 from swarm.libp2p_setup import ConnectionEvents, HostSettings, check_port_is_free, configured_host
 from swarm.libp2p_streams import IDLE_SECONDS, Runtime, Streams
 from swarm.throttle import Lane, Throttle
 from swarm.transport import (
+    Connection,
     Event,
     Message,
     PeerConnected,
@@ -90,7 +93,7 @@ class Libp2pHost:
         self._banned = Bans(self._pubsub)
         self._runtime = Runtime(trio.current_time, trio.fail_after, self._finish, STREAM_ERRORS, self._up, self._down)
         self.streams = Streams(self._host, self._runtime, calls.answer, self._banned.__contains__)
-        self.connected: dict[str, None] = {}
+        self.connected: dict[str, Connection] = {}
         self.published = self.published_bytes = self.dropped_publishes = 0
 
     @property
@@ -161,11 +164,12 @@ class Libp2pHost:
     async def _welcome(self, peer: str) -> None:
         """Count a peer as connected once it has answered: one that bans us closes instead. Then tell the DHT."""
         peer_id = ID.from_base58(peer)
-        if not await answers(self._host, self._runtime, peer) or peer in self.connected or peer in self._banned:
+        took = await ping(self._host, self._runtime, peer)
+        if took is None or peer in self.connected or peer in self._banned:
             return
         if not self._network.get_connections(peer_id):
             return
-        self.connected[peer] = None
+        self.connected[peer] = Connection(self._direction(peer_id), took)
         self._calls.emit(PeerConnected(peer))
         with trio.move_on_after(10):
             while peer in self.connected and not self._stored_addresses(peer_id):  # noqa: ASYNC110 - identify has no event
@@ -173,6 +177,13 @@ class Libp2pHost:
         self._book.add(peer, self._stored_addresses(peer_id))
         await self._dht.meet(peer_id)
         self._dht_stale.set()
+
+    def _direction(self, peer_id: ID) -> Literal["inbound", "outbound"] | None:
+        """Of the oldest connection to a peer."""
+        for connection in self._network.get_connections(peer_id):
+            if connection.direction in (Direction.INBOUND, Direction.OUTBOUND):
+                return "inbound" if connection.direction == Direction.INBOUND else "outbound"
+        return None
 
     def _stored_addresses(self, peer_id: ID) -> tuple[Multiaddr, ...]:
         try:
@@ -252,8 +263,13 @@ class Libp2pHost:
 
     async def _keep_alive(self) -> None:
         async def check(peer: str) -> None:
-            if not await answers(self._host, self._runtime, peer) and peer in self.connected:
+            took = await ping(self._host, self._runtime, peer)
+            if peer not in self.connected:
+                return
+            if took is None:
                 await self.disconnect(peer)
+            else:
+                self.connected[peer] = Connection(self._direction(ID.from_base58(peer)), took)
 
         while True:
             await trio.sleep(PING_INTERVAL)

@@ -1,4 +1,4 @@
-"""Whether a peer still answers: one that vanished without closing its connection shows in no other way."""
+"""Whether and how soon a peer answers: one that vanished without closing its connection shows in no other way."""
 
 import logging
 import secrets
@@ -15,22 +15,28 @@ PING_TIMEOUT = 20.0
 log = logging.getLogger(__name__)
 
 
-async def answers(host: IHost, runtime: Runtime, peer: str) -> bool:
-    """One ping of a connected peer, on a stream of its own: the library's PingService breaks when two overlap."""
+async def ping(host: IHost, runtime: Runtime, peer: str) -> float | None:
+    """Seconds that the answer of a connected peer took, once a stream was open; None where it did not answer.
+
+    On a stream of its own: the library's PingService breaks when two overlap.
+    """
     payload, echo = secrets.token_bytes(PING_LENGTH), b""
     stream: INetStream | None = None
+    sent = took = 0.0
     try:
         with runtime.deadline(PING_TIMEOUT):
             stream = await host.new_stream(ID.from_base58(peer), [PING_PROTOCOL])
+            sent = runtime.now()
             await stream.write(payload)
             while len(echo) < PING_LENGTH:
                 piece = await stream.read(PING_LENGTH - len(echo))
                 if not piece:
                     break
                 echo += piece
+            took = runtime.now() - sent
     except runtime.errors as error:
         log.debug("ping of %s: %r", peer, error)
     finally:
         if stream is not None:
             await runtime.finish(stream, echo == payload)
-    return echo == payload
+    return took if echo == payload else None

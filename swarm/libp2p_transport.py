@@ -5,7 +5,7 @@ Events come through the bounded `EventQueue`; requests to serve are bounded by t
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 
 from libp2p.peer.id import ID
 
@@ -18,6 +18,7 @@ from swarm.libp2p_setup import HostSettings
 from swarm.throttle import Throttle
 from swarm.transport import (
     EVENT_LIMIT,
+    Connection,
     Event,
     Handler,
     PeerUnreachable,
@@ -110,6 +111,9 @@ class Libp2pTransport:
 
     def peers(self) -> tuple[str, ...]:
         return tuple(self._host.connected) if self._host is not None else ()
+
+    def connections(self) -> Mapping[str, Connection]:
+        return dict(self._host.connected) if self._host is not None else {}
 
     async def connect(self, multiaddr: str, *, timeout: float) -> str:
         try:

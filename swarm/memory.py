@@ -8,7 +8,7 @@ arrives in chunks and can break in the middle.
 import asyncio
 import random
 from collections import Counter, OrderedDict
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Protocol
 
 from protocol.messages import MAX_ANNOUNCEMENT_BYTES
@@ -19,6 +19,7 @@ from swarm.transport import (
     MAX_STREAMS_PER_PEER,
     AnswerTooLarge,
     Busy,
+    Connection,
     Event,
     Handler,
     Message,
@@ -125,6 +126,8 @@ class MemoryTransport:
         self._hub = hub
         self._peer_id = peer_id
         self._links: dict[str, MemoryTransport] = {}
+        self._dialled: set[str] = set()
+        """Of them, those that this peer dialled."""
         self._banned: set[str] = set()
         self._topics: dict[str, Callable[[str, bytes], bool] | None] = {}
         self._handlers: dict[str, tuple[Handler, int]] = {}
@@ -167,6 +170,9 @@ class MemoryTransport:
     def peers(self) -> tuple[str, ...]:
         return tuple(self._links)
 
+    def connections(self) -> Mapping[str, Connection]:
+        return {peer: Connection("outbound" if peer in self._dialled else "inbound") for peer in self._links}
+
     async def connect(self, multiaddr: str, *, timeout: float) -> str:
         _, marker, peer = multiaddr.rpartition("/p2p/")
         if not marker or not peer:
@@ -178,6 +184,7 @@ class MemoryTransport:
         there = self._hub.reachable(self._peer_id, peer) if self._running and not self.refuses(peer) else None
         if there is None or delay > timeout:
             raise PeerUnreachable(f"no connection to {multiaddr} within {timeout:g} s")
+        self._dialled.add(peer)
         self.link(there)
         return peer
 
@@ -287,6 +294,7 @@ class MemoryTransport:
 
     def unlink(self, peer: str) -> None:
         """Part two ends; both see it. No error when they are not joined."""
+        self._dialled.discard(peer)
         there = self._links.pop(peer, None)
         if there is not None:
             self._events.put(PeerDisconnected(peer))

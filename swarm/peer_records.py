@@ -4,7 +4,7 @@ from collections.abc import Collection
 from typing import Any
 
 from swarm.database import Database
-from swarm.records import PeerRecord
+from swarm.records import ADMITTED, ANNOUNCED, TRAINED, PeerRecord
 
 MAX_PEERS = 10_000
 PROVEN = 0.5
@@ -30,15 +30,15 @@ class PeerRecords:
     def all(self) -> list[PeerRecord]:
         return [_record(row) for row in self._db.all(f"SELECT {_COLUMNS} FROM peers ORDER BY peer")]
 
-    def latest(self, limit: int) -> list[PeerRecord]:
-        """Those seen last, newest first."""
-        rows = self._db.all(f"SELECT {_COLUMNS} FROM peers ORDER BY last_seen DESC, peer LIMIT ?", limit)
-        return [_record(row) for row in rows]
-
-    def of(self, peers: Collection[str]) -> list[PeerRecord]:
-        """Those of these peers that are remembered."""
-        rows = [self._db.one(f"SELECT {_COLUMNS} FROM peers WHERE peer = ?", peer) for peer in peers]
-        return [_record(row) for row in rows if row is not None]
+    def standings(self) -> list[tuple[PeerRecord, int, int]]:
+        """All of them, at most MAX_PEERS, with how many of their groups were admitted and how many refused."""
+        rows = self._db.all(
+            f"SELECT {_COLUMNS}, COALESCE(admitted, 0), COALESCE(refused, 0) FROM peers LEFT JOIN"
+            f" (SELECT peer AS judged, SUM(CASE verdict WHEN '{ADMITTED}' THEN count ELSE 0 END) AS admitted,"
+            f" SUM(CASE WHEN verdict IN ('{ADMITTED}', '{ANNOUNCED}', '{TRAINED}') THEN 0 ELSE count END) AS refused"
+            f" FROM verdicts GROUP BY peer) ON judged = peer ORDER BY peer"
+        )
+        return [(_record(row[:-2]), row[-2], row[-1]) for row in rows]
 
     def save(self, record: PeerRecord, verdict: str | None = None) -> None:
         """Write a peer's record and, with `verdict`, count one more of it."""
@@ -61,7 +61,8 @@ class PeerRecords:
             self._db.execute("DELETE FROM verdicts WHERE peer = ?", peer)
 
     def verdicts(self, peers: Collection[str]) -> dict[str, dict[str, int]]:
-        """How often each verdict fell on these peers since this home was made: 'announced', 'admitted', and reasons."""
+        """How often each verdict fell on these peers since this home was made: 'announced', 'admitted', 'trained' (uses
+        in updates), and reasons."""
         found: dict[str, dict[str, int]] = {}
         for peer in peers:
             rows = self._db.all("SELECT verdict, count FROM verdicts WHERE peer = ?", peer)

@@ -1,12 +1,23 @@
 """What is remembered of groups and of peers, as values; swarm.experience keeps them on disk."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from protocol.rollout import TaskRef
 
 ADMITTED = "admitted"
 ANNOUNCED = "announced"
+TRAINED = "trained"
 """Verdicts besides the names of `protocol.rules.Reason`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """What this node's scorer made of one completion."""
+
+    reward: float
+    parts: Mapping[str, float] = field(default_factory=dict)
+    """What the reward is made of, by name, where the scorer says so."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +44,8 @@ class GroupRecord:
     row: int = 0
     uses: int = 0
     """How many updates it went into."""
+    parts: tuple[Mapping[str, float], ...] = ()
+    """Of the rewards in `local`, where the scorer gave any."""
 
 
 @dataclass(frozen=True, slots=True)

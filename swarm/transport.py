@@ -5,9 +5,9 @@ this process with seeded latency, loss and partitions) and `swarm.libp2p_transpo
 `swarm.bridge`).
 """
 
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 MAX_STREAMS_PER_PEER = 32
 """Requests of one peer served at a time; one more is reset unread."""
@@ -58,6 +58,16 @@ class Message:
     data: bytes
 
 
+@dataclass(frozen=True, slots=True)
+class Connection:
+    """What is known of the connection to a peer."""
+
+    direction: Literal["inbound", "outbound"] | None
+    """Who dialled: the peer, or this node; None where the library cannot tell."""
+    latency: float | None = None
+    """Seconds of the last ping's round trip; None where none was made."""
+
+
 Event = PeerConnected | PeerDisconnected | Message
 
 Handler = Callable[[str, bytes], Awaitable[bytes]]
@@ -100,6 +110,9 @@ class Transport(Protocol):
 
     def peers(self) -> tuple[str, ...]:
         """Peers connected now."""
+
+    def connections(self) -> Mapping[str, Connection]:
+        """The same peers, with what is known of each connection."""
 
     async def connect(self, multiaddr: str, *, timeout: float) -> str:
         """Dial a multiaddr ending in `/p2p/<id>` and return that id. Raises PeerUnreachable."""

@@ -3,21 +3,23 @@
 docs/api.md describes them for users.
 """
 
-from pathlib import Path
+import functools
+import io
 
 from aiohttp import web
 
-from web.answers import Refused, answer
+from web.answers import Refused, answer, encode
 from web.auth import CODE_SECONDS, SESSION_SECONDS, Auth
+from web.endpoints import QUERIES
+from web.files import Files
 from web.guard import Guard, cookie_name
+from web.live import Live
+from web.openapi import MAX_REASON, document
 from web.probes import prometheus, readiness, trouble
-from web.queries import MAX_ROW, body, group_id, integer, numbers
+from web.queries import asked, body, group_id
 from web.streams import Streams
 from web.view import NodeView, NotFound, SettingOverridden, SettingRefused
 
-STATIC = Path(__file__).parent / "static"
-TYPES = {".css": "text/css", ".html": "text/html", ".js": "text/javascript", ".svg": "image/svg+xml"}
-MAX_REASON = 200
 LOOPBACK = ("127.", "::1", "::ffff:127.")
 
 
@@ -26,8 +28,7 @@ class Handlers:
 
     def __init__(self, view: NodeView, auth: Auth, guard: Guard, streams: Streams) -> None:
         self.view, self.auth, self.guard, self.streams = view, auth, guard, streams
-        # read once: three small files, and no path of a request ever reaches the file system
-        self.files = {path.name: path.read_bytes() for path in STATIC.iterdir() if path.suffix in TYPES}
+        self.files, self.live = Files(), Live(view)
 
     def routes(self) -> list[web.RouteDef]:
         api = "/api/v1"
@@ -42,15 +43,19 @@ class Handlers:
             web.post(f"{api}/logout", self.logout),
             web.get(f"{api}/status", self.status),
             web.get(f"{api}/steps", self.steps),
+            web.get(f"{api}/series", self.series),
             web.get(f"{api}/evaluations", self.evaluations),
             web.get(f"{api}/groups", self.groups),
             web.get(f"{api}/groups/{{id}}", self.group),
             web.get(f"{api}/peers", self.peers),
+            web.get(f"{api}/peers/graph", self.peer_graph),
             web.get(f"{api}/swarm", self.swarm),
+            web.get(f"{api}/swarm/invite.svg", self.invite),
             web.get(f"{api}/events", self.events),
             web.get(f"{api}/events/stream", self.stream, allow_head=False),
             web.get(f"{api}/config", self.config),
             web.post(f"{api}/config", self.change),
+            web.get(f"{api}/openapi.json", self.openapi),
             web.post(f"{api}/pause", self.pause),
             web.post(f"{api}/resume", self.resume),
             web.post(f"{api}/stop", self.stop),
@@ -60,10 +65,10 @@ class Handlers:
 
     async def page(self, request: web.Request) -> web.Response:
         """The same page for everybody: it holds nothing until its script has asked the API."""
-        return self._file("index.html")
+        return self.files.answer(request, "index.html")
 
     async def static(self, request: web.Request) -> web.Response:
-        return self._file(request.match_info["name"])
+        return self.files.answer(request, request.match_info["name"])
 
     async def login(self, request: web.Request) -> web.Response:
         """Spend a code, set the cookie. With a code that is not good, the page says so (401).
@@ -72,9 +77,7 @@ class Handlers:
         """
         cookie = self.auth.new_session(request.query.get("code", ""))
         if cookie is None and self.guard.credential(request) is None:
-            refused = self._file("index.html")
-            refused.set_status(401)
-            return refused
+            return self.files.answer(request, "index.html", status=401)
         # 303, so that the code is in no history entry and no reload sends it again
         home = web.Response(status=303, headers={"Location": "/"})
         if cookie is not None:
@@ -103,13 +106,6 @@ class Handlers:
         done = answer({})
         done.del_cookie(name, path="/", httponly=True, samesite="Strict")
         return done
-
-    def _file(self, name: str) -> web.Response:
-        content = self.files.get(name)
-        if content is None:
-            raise Refused(404, f"no file {name[:80]!r}", "open /")
-        kind = TYPES[Path(name).suffix]
-        return web.Response(body=content, content_type=kind, charset="utf-8", headers={"Cache-Control": "no-cache"})
 
     # -- probes -----------------------------------------------------------------------------------------------
 
@@ -141,56 +137,97 @@ class Handlers:
     # -- what the node knows ----------------------------------------------------------------------------------
 
     async def status(self, request: web.Request) -> web.Response:
-        numbers(request)
+        asked(request, QUERIES["status"])
         return answer(self.view.status())
 
     async def steps(self, request: web.Request) -> web.Response:
-        asked = numbers(request, after=(0, 0, MAX_ROW), limit=(100, 1, 10_000))
-        return answer(self.view.steps(asked["after"], asked["limit"]))
+        given = asked(request, QUERIES["steps"])
+        return answer(self.view.steps(given["after"], given["limit"]))
+
+    async def series(self, request: web.Request) -> web.Response:
+        given = asked(request, QUERIES["series"])
+        return answer(self.view.series(given["points"], given["from"], given["to"]))
 
     async def evaluations(self, request: web.Request) -> web.Response:
-        """Without `after`: from the initial model's on, which is step 0."""
-        asked = numbers(request, after=(-1, 0, MAX_ROW), limit=(1000, 1, 10_000))
-        return answer(self.view.evaluations(asked["after"], asked["limit"]))
+        given = asked(request, QUERIES["evaluations"])
+        return answer(self.view.evaluations(given["after"], given["limit"]))
 
     async def groups(self, request: web.Request) -> web.Response:
-        asked = numbers(request, before=(None, 1, MAX_ROW), limit=(50, 1, 500))
-        return answer(self.view.groups(asked["before"], asked["limit"]))
+        given = asked(request, QUERIES["groups"])
+        before, limit = given.pop("before"), given.pop("limit")
+        return answer(
+            self.view.groups(before, limit, {name: value for name, value in given.items() if value is not None})
+        )
 
     async def group(self, request: web.Request) -> web.Response:
-        numbers(request)
+        asked(request, QUERIES["groups/{id}"])
         try:
             return answer(await self.view.group(group_id(request)))
         except NotFound as missing:
             raise Refused(404, str(missing) or "no such group", "list them: shoal groups") from missing
 
     async def peers(self, request: web.Request) -> web.Response:
-        numbers(request)
-        return answer(self.view.peers())
+        given = asked(request, QUERIES["peers"])
+        return answer(
+            self.view.peers(
+                given["offset"],
+                given["limit"],
+                sort=given["sort"],
+                descending=given["descending"] == "1",
+                search=given["search"] or "",
+            )
+        )
+
+    async def peer_graph(self, request: web.Request) -> web.Response:
+        asked(request, QUERIES["peers/graph"])
+        return answer(self.view.peer_graph())
 
     async def swarm(self, request: web.Request) -> web.Response:
-        numbers(request)
+        asked(request, QUERIES["swarm"])
         return answer(self.view.swarm())
+
+    async def invite(self, request: web.Request) -> web.Response:
+        """The invite as a QR code, for a phone's camera or a screen across the room."""
+        asked(request, QUERIES["swarm/invite.svg"])
+        invite = self.view.swarm().get("invite")
+        if not invite:
+            raise Refused(404, "this node has no invite yet", "wait until it knows its swarm: shoal status")
+        import segno  # only here: who never asks for it need not load it
+
+        try:
+            code = segno.make_qr(invite, error="l", boost_error=False)
+        except segno.DataOverflowError:
+            raise Refused(
+                404, f"an invite of {len(invite)} characters is too long for a QR code", "use it as text"
+            ) from None
+        drawn = io.BytesIO()
+        code.save(drawn, kind="svg", scale=4, border=4, xmldecl=False, light="#fff", title="Invite", omitsize=False)
+        return web.Response(body=drawn.getvalue(), content_type="image/svg+xml", charset="utf-8")
 
     async def events(self, request: web.Request) -> web.Response:
         """Without `after`: the newest ones."""
-        asked = numbers(request, after=(None, 0, MAX_ROW), limit=(100, 1, 500))
-        return answer(self.view.events(asked["after"], asked["limit"]))
+        given = asked(request, QUERIES["events"])
+        return answer(self.view.events(given["after"], given["limit"]))
 
     async def stream(self, request: web.Request) -> web.StreamResponse:
-        """From `Last-Event-ID` or `after` on; without either, what happens from now on."""
-        after = numbers(request, after=(None, 0, MAX_ROW))["after"]
+        """The status, and events from `Last-Event-ID` or `after` on; without either, those that happen from now on."""
+        parameters = QUERIES["events/stream"]
+        after = asked(request, parameters)["after"]
         seen = request.headers.get("Last-Event-ID")
         if seen:
             # what the browser says when it comes back is newer than the address it first opened
-            after = integer("Last-Event-ID", seen, 0, MAX_ROW)
+            after = parameters["after"].read("Last-Event-ID", seen)
         if after is None:
-            after = max((event["id"] for event in self.view.events(None, 1)), default=0)
-        return await self.streams.send(request, self.view.follow(after))
+            after = self.view.event_range()[1]
+        return await self.streams.send(request, self.live.blocks(after))
 
     async def config(self, request: web.Request) -> web.Response:
-        numbers(request)
+        asked(request, QUERIES["config"])
         return answer(self.view.config())
+
+    async def openapi(self, request: web.Request) -> web.Response:
+        asked(request, QUERIES["openapi.json"])
+        return web.Response(text=_openapi(), content_type="application/json")
 
     # -- what a person can ask of it --------------------------------------------------------------------------
 
@@ -223,3 +260,8 @@ class Handlers:
         await body(request)
         self.view.stop()
         return answer({}, 202)
+
+
+@functools.cache
+def _openapi() -> str:
+    return encode(document())

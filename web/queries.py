@@ -3,7 +3,8 @@
 import asyncio
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from aiohttp import web
@@ -18,35 +19,80 @@ MAX_ROW = 2**63 - 1
 GROUP_ID = re.compile(r"[0-9a-f]{4,64}")
 
 
-def numbers(request: web.Request, **limits: tuple[int | None, int, int]) -> dict[str, Any]:
-    """The query's integers: name -> (default, smallest, largest).
+@dataclass(frozen=True, slots=True)
+class Number:
+    """A query parameter that is an integer from `low` to `high`; without it `default`."""
 
-    Raises Refused (400) for a name that is not asked for, a repeated one, and a value that is no integer in its limits.
+    default: int | None
+    low: int
+    high: int
+    says: str
+
+    def read(self, name: str, text: str) -> int:
+        """Raises Refused (400)."""
+        # at most 19 digits before int(): its time grows with the square of their number
+        if not re.fullmatch(r"[0-9]{1,19}", text, re.ASCII) or not self.low <= int(text) <= self.high:
+            limits = f"from {self.low} to {self.high}"
+            raise Refused(400, f"{name}: {text[:40]!r} is not an integer {limits}", f"give {name} in that range")
+        return int(text)
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A query parameter that is one of a few words; without it `default`."""
+
+    default: str | None
+    among: Sequence[str]
+    says: str
+
+    def read(self, name: str, text: str) -> str:
+        """Raises Refused (400)."""
+        if text not in self.among:
+            raise Refused(400, f"{name}: {text[:40]!r} is unknown", f"give one of {', '.join(self.among)}")
+        return text
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """A query parameter of 1 to `longest` characters, all of the class `of` of regular expressions; else None."""
+
+    longest: int
+    of: str
+    says: str
+    default: None = None
+
+    @property
+    def pattern(self) -> str:
+        return f"^{self.of}{{1,{self.longest}}}$"
+
+    def read(self, name: str, text: str) -> str:
+        """Raises Refused (400)."""
+        if not re.fullmatch(self.pattern.removesuffix("$"), text, re.ASCII):
+            raise Refused(
+                400, f"{name}: {text[:40]!r} is not 1 to {self.longest} characters of {self.of}", f"mend {name}"
+            )
+        return text
+
+
+Parameter = Number | Choice | Text
+
+
+def asked(request: web.Request, parameters: Mapping[str, Parameter]) -> dict[str, Any]:
+    """The values of the query's parameters, defaults where they are not given.
+
+    Raises Refused (400) for a name that is not asked for, a repeated one, and a value beyond its limits.
     """
     query = request.query
-    if unknown := sorted(set(query) - set(limits)):
-        known = f"it takes {', '.join(limits)}" if limits else "it takes none"
+    if unknown := sorted(set(query) - set(parameters)):
+        known = f"it takes {', '.join(parameters)}" if parameters else "it takes none"
         raise Refused(400, f"unknown query parameter {unknown[0][:40]!r} for {request.path}", known)
     found: dict[str, Any] = {}
-    for name, (default, low, high) in limits.items():
+    for name, parameter in parameters.items():
         given = query.getall(name, [])
-        if not given:
-            found[name] = default
-            continue
         if len(given) > 1:
             raise Refused(400, f"query parameter {name} is given {len(given)} times", "give it once")
-        found[name] = integer(name, given[0], low, high)
+        found[name] = parameter.read(name, given[0]) if given else parameter.default
     return found
-
-
-def integer(name: str, text: str, low: int, high: int) -> int:
-    """Raises Refused (400)."""
-    # at most 19 digits before int(): its time grows with the square of their number
-    if not re.fullmatch(r"[0-9]{1,19}", text, re.ASCII) or not low <= int(text) <= high:
-        raise Refused(
-            400, f"{name}: {text[:40]!r} is not an integer from {low} to {high}", f"give {name} in that range"
-        )
-    return int(text)
 
 
 def group_id(request: web.Request) -> str:

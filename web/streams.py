@@ -2,12 +2,12 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from typing import Any
 
 from aiohttp import web
 
-from web.answers import Refused, encode
+from web.answers import Refused
 
 log = logging.getLogger(__name__)
 
@@ -27,8 +27,8 @@ class Streams:
     def __len__(self) -> int:
         return len(self._open)
 
-    async def send(self, request: web.Request, events: AsyncIterator[Mapping[str, Any]]) -> web.StreamResponse:
-        """Answer with events until the client leaves. Raises Refused (503) where too many are open."""
+    async def send(self, request: web.Request, blocks: AsyncIterator[str]) -> web.StreamResponse:
+        """Answer with blocks of text until the client leaves. Raises Refused (503) where too many are open."""
         task = asyncio.current_task()
         if task is None or len(self._open) >= MAX_STREAMS:
             raise Refused(
@@ -41,7 +41,7 @@ class Streams:
         try:
             await response.prepare(request)
             await write(response, "retry: 2000\n\n")
-            await forward(response, events)
+            await forward(response, blocks)
         except (ConnectionError, TimeoutError):
             log.debug("an event stream ended: the client left or is too slow; it can resume where it was")
         except Exception:
@@ -56,11 +56,11 @@ class Streams:
             task.cancel()
 
 
-async def forward(response: web.StreamResponse, events: AsyncIterator[Mapping[str, Any]]) -> None:
-    """Write events as they come and beats between them. Raises ConnectionError, TimeoutError."""
+async def forward(response: web.StreamResponse, blocks: AsyncIterator[str]) -> None:
+    """Write blocks as they come and beats between them. Raises ConnectionError, TimeoutError."""
 
-    async def following() -> Mapping[str, Any] | None:
-        return await anext(events, None)
+    async def following() -> str | None:
+        return await anext(blocks, None)
 
     coming = asyncio.create_task(following())
     try:
@@ -69,10 +69,10 @@ async def forward(response: web.StreamResponse, events: AsyncIterator[Mapping[st
             if not coming.done():
                 await write(response, ": beat\n\n")
                 continue
-            event = coming.result()
-            if event is None:
+            block = coming.result()
+            if block is None:
                 return
-            await write(response, f"id: {event['id']}\ndata: {encode(event)}\n\n")
+            await write(response, block)
             coming = asyncio.create_task(following())
     finally:
         coming.cancel()

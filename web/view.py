@@ -4,7 +4,7 @@ All answers are plain JSON values (dict, list, str, int, float, bool, None), alr
 came from peers stays text: the web layer never turns it into markup.
 """
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 Json = Any
@@ -43,27 +43,40 @@ class NodeView(Protocol):
         """Held-out scores of steps > `after` (-1: the initial model's too), oldest first: `step`, `at`, `mean`,
         `scores` by environment."""
 
-    def groups(self, before: int | None, limit: int) -> Sequence[Mapping[str, Json]]:
-        """Summaries, newest first, with row id < `before` (paging); each has `row`, `id` (hex digest), `origin`
-        (own/foreign), `producer`, `environment`, `epoch`, `rewards`, `verdict` (admitted or a reason), `detail`,
-        `at`."""
+    def series(self, points: int, first: int | None, last: int | None) -> Mapping[str, Json]:
+        """Steps `first` to `last` (None: all) in about `points` buckets of `width` steps, as columns: `first` and
+        `last` (of all steps; None before the first one), `width`, `step` (the last of each bucket), `reward` with
+        `reward_low` and `reward_high` (of the steps' means), means of the numbers of the step records by their names,
+        `seconds` (of whole steps), `environments` {name: mean rewards}, and `evaluations` {`step`, `mean`, `scores`
+        {environment: [...]}}, the last ones of each bucket. None where there is no number."""
+
+    def groups(self, before: int | None, limit: int, where: Mapping[str, str]) -> Sequence[Mapping[str, Json]]:
+        """Summaries, newest first, with row id < `before` (paging), that have the values of `where` (of `origin`,
+        `verdict`, `environment`, `producer`); each has `row`, `id` (hex digest), `origin` (own/foreign), `producer`,
+        `environment`, `epoch`, `rewards`, `verdict` (admitted or a reason), `detail`, `at`."""
 
     async def group(self, group_id: str) -> Mapping[str, Json]:
-        """One group whole: prompt messages and completions too. A unique prefix will do. Raises NotFound."""
+        """One group whole: `prompt` messages and `completions`, its `task` and whether it is `shared`, and `siblings`,
+        summaries of other groups on the same task. A unique prefix will do. Raises NotFound."""
 
-    def peers(self) -> Sequence[Mapping[str, Json]]:
-        """`peer_id`, `connected`, `model`, `reputation`, `published`, `admitted`, `rejected`,
-        `last_seen`."""
+    def peers(self, offset: int, limit: int, *, sort: str, descending: bool, search: str) -> Mapping[str, Json]:
+        """`total` (of those searched for), `connected` (of all) and a page of `peers`: `peer_id`, `connected`,
+        `direction`, `latency_ms`, `model`, `reputation`, `banned`, `published`, `admitted`, `rejected` by reason,
+        `trained`, `last_seen`."""
+
+    def peer_graph(self) -> Mapping[str, Json]:
+        """`nodes` (at most 200, this one first) and `edges`: this node's connections, and the groups it had of whom."""
 
     def swarm(self) -> Mapping[str, Json]:
-        """Manifest in JSON with `digest`, `epoch` (number, ends_in), and `invite` of this node."""
+        """Manifest in JSON with `digest`, `epoch` (number, ends_in), `epochs`, `words` (the manifest in sentences),
+        `private`, `members` (seen in the last day) and `invite` of this node; empty while none is known."""
 
     def events(self, after: int | None, limit: int) -> Sequence[Mapping[str, Json]]:
         """Events with id > `after`, or the newest `limit` for None; oldest first: `id`, `at`, `level`, `kind`,
         `message`."""
 
-    def follow(self, after: int) -> AsyncIterator[Mapping[str, Json]]:
-        """Events as they happen, starting after id `after`."""
+    def event_range(self) -> tuple[int, int]:
+        """Ids of the oldest and of the newest event there is; (1, 0) where there is none."""
 
     def config(self) -> Mapping[str, Json]:
         """key -> {value, source, default, help, applies, type, choices, secret}, and `pending` where another value

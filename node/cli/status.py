@@ -122,10 +122,10 @@ def number(value: float | None) -> str:
 @click.command(cls=Command)
 @with_session
 def peers(session: Session) -> None:
-    """List the peers met, with what was thought of their groups."""
+    """List the peers met, those seen last first, with what was thought of their groups."""
     from node.cli.output import clock, emit, table
 
-    found = session.client().get("peers")
+    found = session.client().get("peers", limit=500)["peers"]
     if session.as_json:
         emit(found)
         return

@@ -154,7 +154,7 @@ def test_a_newer_schema_is_refused(history: History, path: Path) -> None:
     history.close()
     with sqlite3.connect(path) as database:
         database.execute("UPDATE history_version SET version = 9")
-    with pytest.raises(StoreError, match="history_version is of version 9, this Shoal reads version 2"):
+    with pytest.raises(StoreError, match="history_version is of version 9, this Shoal reads version 3"):
         History(path, Clock())
 
 

@@ -45,7 +45,9 @@ async def test_rewards_are_those_of_the_own_scorer(bundle: ModelBundle) -> None:
     scorer: Any = Scores()
     # the tokenizer makes one token of each byte, and one ends the turn
     longest = "x" * (MAX_TOKENS * BUDGET_SLACK - 1)
-    assert list(await Rescorer(bundle, scorer)(group("ab", "", longest))) == [2.0, 0.0, float(len(longest))]
+    scores = await Rescorer(bundle, scorer)(group("ab", "", longest))
+    assert [score.reward for score in scores] == [2.0, 0.0, float(len(longest))]
+    assert [score.parts for score in scores] == [{"parsed": 1.0}] * 3
 
 
 @pytest.mark.parametrize(

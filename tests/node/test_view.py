@@ -1,19 +1,31 @@
 """What the API says of a daemon whose parts are replaced here."""
 
 import asyncio
-from collections.abc import Sequence
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import jsonschema_rs
+import msgspec
 import pytest
 
 from node.daemon import Daemon, Stopped
+from node.history import History
 from node.interfaces import Message, Task
+from node.models import ModelBundle, decode, encode_completion, load_model
 from node.progress import Progress
 from node.scorer import ScorerError
 from node.view import DaemonView
-from protocol.rollout import Completion, RolloutGroup, TaskRef, Turn
-from swarm.experience import ADMITTED, GroupRecord
+from node.view_group import completions, pieces, task_of
+from protocol.assignment import own_task, shared_task
+from protocol.manifest import embedded_manifest
+from protocol.rollout import Completion, RolloutGroup, TaskRef, Turn, pack_logprobs, pack_token_ids
+from swarm.experience import ADMITTED, ExperienceStore, GroupRecord, PeerRecord
+from web.answers import encode
+from web.schemas import SCHEMAS
 
 TASK = TaskRef("chain_sum", "1", 5, 6)
 RECORD = GroupRecord(
@@ -29,6 +41,7 @@ RECORD = GroupRecord(
     detail="",
     received_at=1.0,
     expires_at=2.0,
+    parts=({"parsed": 1.0},),
 )
 GROUP = RolloutGroup(
     epoch=3,
@@ -54,16 +67,34 @@ class FakeScorer:
 
 
 def view(scorer: FakeScorer | None) -> DaemonView:
-    store = SimpleNamespace(find=lambda group_id: RECORD, group_body=lambda digest: GROUP)
-    node: Any = SimpleNamespace(store=store, scorer=scorer)
+    other = replace(RECORD, digest=b"\xcd" * 32, origin="own")
+    store = SimpleNamespace(
+        find=lambda group_id: RECORD, group_body=lambda digest: GROUP, same_task=lambda record, limit: [other]
+    )
+    node: Any = SimpleNamespace(store=store, scorer=scorer, bundle=None, manifest=None)
     return DaemonView(node)
+
+
+def is_as_described(name: str, answer: Any) -> bool:
+    """Whether openapi.json says the same of this answer; raises what is not so."""
+    schema = {"$ref": f"#/components/schemas/{name}", "components": {"schemas": SCHEMAS}}
+    jsonschema_rs.validator_for(schema).validate(json.loads(encode(answer)))
+    return True
 
 
 async def test_a_group_is_shown_with_its_prompt_as_foreign_work() -> None:
     scorer = FakeScorer()
     shown = await view(scorer).group("abab")
     assert shown["prompt"] == [{"role": "user", "content": "5+6"}]
-    assert shown["completions"] == [{"text": "4", "finish": "stop", "tokens": 2, "claimed": 1.0, "reward": 0.5}]
+    assert shown["completions"] == [
+        {
+            "text": "4", "finish": "stop", "tokens": 2, "claimed": 1.0, "reward": 0.5,
+            "pieces": None, "parts": {"parsed": 1.0},
+        }
+    ]  # fmt: skip
+    assert shown["task"] == {"environment": "chain_sum", "version": "1", "seed": "5", "index": 6}
+    assert [(other["id"][:4], other["origin"]) for other in shown["siblings"]] == [("cdcd", "own")]
+    assert is_as_described("Group", shown)
     assert scorer.asked == [True]
 
 
@@ -105,3 +136,107 @@ async def test_what_breaks_a_service_is_said_while_the_others_stop() -> None:
     with pytest.raises(Stopped):
         await Daemon._told(daemon, ends())
     assert progress.state == "TRAINING"
+
+
+@pytest.fixture(scope="module")
+def bundle(tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> ModelBundle:
+    return load_model(str(tiny_model("llama")), device="cpu", dtype="float32", models=tmp_path_factory.mktemp("m"))
+
+
+def sampled(
+    bundle: ModelBundle, text: str, ids: Sequence[int] | None = None, logprobs: int | None = None
+) -> Completion:
+    """A completion of these ids, or of those that spell the text, with a log-probability of -0.5 a token."""
+    ids = encode_completion(bundle, text, "stop") if ids is None else ids
+    known = pack_logprobs([-0.5] * (len(ids) if logprobs is None else logprobs))
+    return Completion((Turn("assistant", text),), "stop", len(ids), 1.0, pack_token_ids(ids), known)
+
+
+def test_tokens_are_shown_as_the_text_they_spell(bundle: ModelBundle) -> None:
+    found = pieces(sampled(bundle, "a \u00e9\U0001f41f!"), bundle)
+    assert found is not None
+    # the tokenizer makes one token of each byte: of a character, the last one has the text
+    assert [piece["text"] for piece in found] == ["a", " ", "", "\u00e9", "", "", "", "\U0001f41f", "!", "<|im_end|>"]
+    assert {piece["logprob"] for piece in found} == {-0.5}
+    stray = [encode_completion(bundle, "\u00e9", "stop")[1]] * 9  # the second byte of a character, and no first one
+    broken = pieces(sampled(bundle, decode(bundle, stray), stray), bundle)
+    assert broken is not None
+    assert "".join(piece["text"] for piece in broken) == decode(bundle, stray)
+    unknown = pieces(sampled(bundle, "ab", logprobs=1), bundle)
+    assert unknown is not None
+    assert [piece["logprob"] for piece in unknown] == [None] * 3
+
+
+def test_ids_that_do_not_spell_the_text_are_not_shown(bundle: ModelBundle) -> None:
+    ids = encode_completion(bundle, "ab", "stop")
+    assert pieces(sampled(bundle, "ax", ids), bundle) is None
+    assert pieces(sampled(bundle, "ab", [*ids, bundle.vocabulary_size]), bundle) is None
+    for bad in ({"token_ids": b"123"}, {"logprobs": b"1"}):
+        assert pieces(msgspec.structs.replace(sampled(bundle, "ab"), **bad), bundle) is None
+
+
+async def test_tokens_are_shown_of_this_tokenizer_and_up_to_a_bound(
+    bundle: ModelBundle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group = msgspec.structs.replace(
+        GROUP, tokenizer=bundle.fingerprint, completions=tuple(sampled(bundle, text) for text in ("ab", "abcd", "a"))
+    )
+    shown = await completions(group, RECORD, bundle)
+    assert [len(one["pieces"]) for one in shown] == [3, 5, 2]
+    monkeypatch.setattr("node.view_group.MAX_PIECES", 6)
+    assert [one["pieces"] is None for one in await completions(group, RECORD, bundle)] == [False, True, False]
+    other = msgspec.structs.replace(group, tokenizer=b"another")
+    assert [one["pieces"] for one in await completions(other, RECORD, bundle)] == [None] * 3
+
+
+def test_the_swarm_in_words_with_its_members(tmp_path: Path, clock: Any) -> None:
+    store = ExperienceStore(tmp_path / "node.db", 1 << 20, clock)
+    for ago in (10, 3600, 2 * 86400):
+        store.peers.save(PeerRecord(f"peer{ago}", 0.0, 0.0, clock.now, False, "", 0.0, clock.now - ago))
+    manifest = embedded_manifest("first-words", clock.now - 700)
+    node: Any = SimpleNamespace(
+        manifest=manifest,
+        clock=clock,
+        store=store,
+        home=SimpleNamespace(swarm=lambda: SimpleNamespace(psk=b"k" * 32)),
+        transport=SimpleNamespace(peers=lambda: ("stranger",)),
+        invite_uri=lambda: "shoal:x",
+    )
+    said = DaemonView(node).swarm()
+    assert is_as_described("Swarm", said)
+    assert (said["members"], said["private"], said["coordinator"]) == (4, True, None)
+    assert said["digest"] == manifest.digest.hex()
+    assert said["epochs"] == {
+        "seconds": 600, "genesis": manifest.genesis, "own_tasks": 4096, "shared_tasks": 64,
+    }  # fmt: skip
+    assert said["words"][0] == (
+        "The swarm first-words practises 4 kinds of task: letter_counting (25%), chain_sum (25%), "
+        "spell_backward (25%), word_sorting (25%)."
+    )
+    assert said["words"][1] == (
+        "An epoch lasts 10 minutes. In each, a node has 4,096 tasks of its own and 64 tasks that every node has."
+    )
+    assert said["words"][2].startswith("An answer has at most 24 tokens, and a group at most 64 answers and 256 KB.")
+    assert "is a secret" in said["words"][-1]
+    node.manifest = None
+    assert DaemonView(node).swarm() == {}
+    store.close()
+
+
+def test_series_and_events_are_those_of_the_history(tmp_path: Path, clock: Any) -> None:
+    history = History(tmp_path / "node.db", clock)
+    node: Any = SimpleNamespace(history=history)
+    shown = DaemonView(node)
+    assert shown.event_range() == (1, 0)
+    assert is_as_described("Series", shown.series(400, None, None))
+    history.record_step(1, {"reward": 0.5, "foreign_groups": 0, "rewards": {"sums": 0.5}})
+    history.event("info", "start", "begun")
+    assert is_as_described("Series", shown.series(400, None, None))
+    assert (shown.series(400, 1, 1)["environments"], shown.event_range()) == ({"sums": [0.5]}, (1, 1))
+    history.close()
+
+
+def test_shared_tasks_are_known_by_their_seed() -> None:
+    manifest = embedded_manifest("t", 0)
+    own, shared = own_task(manifest, 3, "me", 0), shared_task(manifest, 3, 0)
+    assert [task_of(replace(RECORD, task=task), manifest)["shared"] for task in (own, shared)] == [False, True]

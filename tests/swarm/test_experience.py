@@ -152,17 +152,17 @@ def test_a_long_rejected_body_is_not_kept(store: ExperienceStore) -> None:
 
 
 def test_retention_by_bytes_forgets_expired_then_rejected_then_oldest(tmp_path: Path, clock: Any) -> None:
-    store = ExperienceStore(tmp_path / "node.db", 10_000, clock)
+    store = ExperienceStore(tmp_path / "node.db", 10_500, clock)
     store.add(record(1), bytes(2000))
     store.add(record(2, verdict="uninformative"), bytes(2000))
     store.add(record(3, expires_at=NOW - 1), bytes(2000))
-    assert store.size == 3 * 2512
+    assert store.size == 3 * 2640
     store.add(record(4), bytes(2000))
-    assert store.size == 3 * 2512, "the expired one went whole"
+    assert store.size == 3 * 2640, "the expired one went whole"
     assert not store.has_group(record(3).digest)
     store.add(record(5), bytes(2000))
     assert store.has_group(record(2).digest), "the row of a rejected live one stays: it recognises a replay"
-    assert store.size == 3 * 2512 + 512
+    assert store.size == 3 * 2640 + 640
     store.add(record(6), bytes(2000))
     assert store.body(record(1).digest) is None
     assert store.has_group(record(1).digest)
@@ -170,9 +170,9 @@ def test_retention_by_bytes_forgets_expired_then_rejected_then_oldest(tmp_path: 
     assert store.evicted == 3
     for n in range(7, 60):
         store.add(record(n), b"")
-    assert store.size <= 10_000, "rows alone are bounded too"
+    assert store.size <= 10_500, "rows alone are bounded too"
     store.close()
-    reopened = ExperienceStore(tmp_path / "node.db", 10_000, clock)
+    reopened = ExperienceStore(tmp_path / "node.db", 10_500, clock)
     assert reopened.size == store.size
     reopened.close()
 
@@ -237,7 +237,12 @@ def test_a_file_that_is_no_database_and_one_of_a_newer_shoal_are_named(tmp_path:
         ExperienceStore(tmp_path / "new.db", 1 << 20, clock)
 
 
-V1_ANNOUNCEMENTS = """
+VERSION_1 = """
+DROP TABLE announcements;
+DROP INDEX groups_shown;
+DROP INDEX groups_same_task;
+ALTER TABLE groups DROP COLUMN parts;
+UPDATE groups SET uses = 3, producer = 'alice';
 CREATE TABLE announcements (
     row INTEGER PRIMARY KEY, digest BLOB NOT NULL, producer TEXT NOT NULL, sealed BLOB NOT NULL,
     expires_at REAL NOT NULL, UNIQUE (digest, producer));
@@ -253,12 +258,13 @@ def test_a_file_of_an_older_shoal_is_brought_up_to_date(tmp_path: Path, clock: A
     store.add(record(1), b"body")
     store.close()
     with sqlite3.connect(path) as connection:
-        connection.execute("DROP TABLE announcements")
-        connection.executescript(V1_ANNOUNCEMENTS)
+        connection.executescript(VERSION_1)
     connection.close()
     for _ in range(2):  # the second time it is new
         store = ExperienceStore(path, 1 << 20, clock)
         assert store.body(record(1).digest) == b"body"
+        assert [(found.uses, found.parts) for found in store.summaries(None, 10)] == [(3, ())]
+        assert store.peers.verdicts(["alice"]) == {"alice": {"trained": 3}}
         added = store.announcements.add(
             bytes(32), "alice", 3, record(1).task, b"sealed", heard_at=NOW, expires_at=NOW + 1
         )
@@ -308,3 +314,64 @@ def test_a_killed_process_loses_nothing_that_was_stored(tmp_path: Path, clock: A
     store = ExperienceStore(path, 1 << 20, clock)
     assert len(store.summaries(None, 100)) == 50
     store.close()
+
+
+def test_groups_are_chosen_by_what_they_are(store: ExperienceStore) -> None:
+    for n in range(12):
+        store.add(
+            record(n, origin=("own", "foreign")[n % 2], verdict=("admitted", "stale", "replayed")[n % 3]), b"body"
+        )
+
+    def rows(before: int | None = None, **where: str) -> list[int]:
+        return [found.row for found in store.summaries(before, 3, where)]
+
+    assert rows() == [12, 11, 10]
+    assert rows(origin="own") == [11, 9, 7]
+    assert rows(7, origin="own") == [5, 3, 1]
+    assert rows(origin="foreign", verdict="stale") == [8, 2]
+    assert rows(producer="nobody") == rows(environment="chain") == []
+    assert rows(producer=record(0).producer, environment=record(0).task.environment) == [12, 11, 10]
+
+
+def test_a_hundred_thousand_groups_are_read_by_an_index(store: ExperienceStore) -> None:
+    """Choosing reads the index alone: behind the bodies it would be every page of the file."""
+    store._db.execute(
+        "INSERT INTO groups WITH RECURSIVE counter (n) AS"
+        " (SELECT 1 UNION ALL SELECT n + 1 FROM counter WHERE n < 100000)"
+        " SELECT n, CAST(n AS BLOB), x'00', 1, 'foreign', 'peer' || (n % 500), 1, 'chain_sum', '1', n / 4, 0, 'm', x'',"
+        " x'', 'admitted', '', 0, 0, 0, '' FROM counter"
+    )
+    began = time.process_time()
+    found = store.summaries(None, 50, {"producer": "peer7", "origin": "foreign"})
+    none = store.summaries(None, 50, {"verdict": "stale"})
+    print(f"two choices of 100,000 groups in {1000 * (time.process_time() - began):.0f} ms")  # noqa: T201
+    assert (len(found), found[0].row, found[1].row, none) == (50, 99_507, 99_007, [])
+    plan = store._db.all(
+        "EXPLAIN QUERY PLAN SELECT row FROM groups INDEXED BY groups_shown WHERE row < 9 AND origin = 'own'"
+        " ORDER BY row DESC LIMIT 9"
+    )
+    assert "COVERING INDEX groups_shown" in plan[0][3]
+    assert [one.row for one in store.same_task(found[0], 32)] == [99_506, 99_505, 99_504]
+
+
+def test_parts_of_rewards_and_uses_are_kept(store: ExperienceStore) -> None:
+    parts = ({"parsed": 1.0, "raw": 0.25}, {"parsed": 0.0})
+    store.add(record(1, parts=parts), b"body")
+    store.add(record(2), b"body")
+    assert [store.find(record(n).digest.hex()).parts for n in (1, 2)] == [parts, ()]
+    store.mark_used([record(1).digest, record(2).digest])
+    store.mark_used([record(1).digest])
+    assert store.peers.verdicts([record(1).producer]) == {record(1).producer: {"trained": 3}}
+    assert store.find(record(1).digest.hex()).uses == 2
+
+
+def test_other_groups_on_the_same_task(store: ExperienceStore) -> None:
+    task = TaskRef("chain_sum", "1", 77, 3)
+    for n in range(5):
+        store.add(record(n, task=task), b"body")
+    for n, other in enumerate(
+        (TaskRef("chain_sum", "1", 77, 4), TaskRef("chain_sum", "2", 77, 3), TaskRef("words", "1", 77, 3)), start=5
+    ):
+        store.add(record(n, task=other), b"body")
+    found = store.find(record(2).digest.hex())
+    assert [one.digest for one in store.same_task(found, 3)] == [record(n).digest for n in (4, 3, 1)]

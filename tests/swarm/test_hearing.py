@@ -10,6 +10,7 @@ from protocol.assignment import own_task
 from protocol.envelope import Domain, digest_of, seal
 from protocol.rollout import RolloutGroup, TaskRef
 from swarm.exchange import UnknownEnvironment, announcement_of
+from swarm.records import Scored
 from swarm.transport import PeerUnreachable
 from tests.swarm.world import MANIFEST, TOPIC, World, announce, join, make_group, sealed, until, who
 
@@ -66,7 +67,7 @@ async def test_what_this_node_cannot_score_is_not_pulled_and_costs_nothing(world
     await until(lambda: b.count("rejected") == {"unknown_environment": 1})
     assert (b.count("heard"), b.count("fetched")) == (1, 0)
 
-    async def cannot(group: RolloutGroup) -> list[float]:
+    async def cannot(group: RolloutGroup) -> list[Scored]:
         raise UnknownEnvironment("chain_sum 1 is not installed")
 
     c = await world.node("c", rescore=cannot)

@@ -47,6 +47,15 @@ async def test_a_peer_two_hops_away_is_dialled_by_its_id_alone(libp2p, wait_unti
     await wait_until(lambda: set(c.peers()) == {a.peer_id, b.peer_id})
 
 
+async def test_the_latency_is_that_of_the_last_ping(libp2p, wait_until, monkeypatch):
+    monkeypatch.setattr(libp2p_host, "PING_INTERVAL", 0.1)
+    a, b = await libp2p.line(2)
+    first = a.connections()[b.peer_id].latency
+    assert first is not None
+    assert 0 < first < 5
+    await wait_until(lambda: a.connections()[b.peer_id].latency != first)
+
+
 async def test_a_burst_of_announcements_arrives_whole(libp2p, read, wait_until):
     a, b = await libp2p.line(2)
     seen = read(b)

@@ -22,11 +22,12 @@ def test_peers_and_verdicts_survive_a_restart(tmp_path: Path, clock: Any) -> Non
     store.close()
 
 
-def test_those_seen_last_and_those_asked_for(store: ExperienceStore) -> None:
-    for n in range(6):
-        store.peers.save(replace(ALICE, peer=f"peer{n}", last_seen=NOW + (n * 5) % 6))
-    assert [record.peer for record in store.peers.latest(3)] == ["peer1", "peer2", "peer3"]
-    assert store.peers.of(["peer4", "stranger"]) == [replace(ALICE, peer="peer4", last_seen=NOW + 2)]
+def test_all_with_how_often_they_were_admitted_and_refused(store: ExperienceStore) -> None:
+    for verdict in ("announced", "admitted", "admitted", "trained", "stale", "replayed", "replayed"):
+        store.peers.save(ALICE, verdict)
+    bob = replace(ALICE, peer="bob", last_seen=NOW + 5)
+    store.peers.save(bob)
+    assert store.peers.standings() == [(ALICE, 2, 3), (bob, 0, 0)]
 
 
 def test_a_forgotten_peer_leaves_nothing(store: ExperienceStore) -> None:

@@ -15,6 +15,7 @@ from protocol.messages import (
 )
 from protocol.rollout import RolloutGroup
 from swarm.exchange import ScoringUnavailable
+from swarm.records import Scored
 from swarm.transport import Busy
 from tests.swarm.world import MANIFEST, TOPIC, World, announce, join, make_group, sealed, truthful, until, who
 
@@ -155,7 +156,7 @@ async def test_a_scorer_that_is_away_rejects_nobody(world: World, monkeypatch: p
     monkeypatch.setattr("swarm.pulling.UNSCORED_SECONDS", 0.1)
     away = 2
 
-    async def sometimes(group: RolloutGroup) -> list[float]:
+    async def sometimes(group: RolloutGroup) -> list[Scored]:
         nonlocal away
         away -= 1
         if away >= 0:
@@ -175,8 +176,8 @@ async def test_a_scorer_that_is_away_rejects_nobody(world: World, monkeypatch: p
 
 @pytest.mark.parametrize("scores", [(0.0,), (0.0, math.nan), (0.0, math.inf)])
 async def test_scores_that_are_none_admit_nothing(world: World, scores: tuple[float, ...]) -> None:
-    async def broken(group: RolloutGroup) -> tuple[float, ...]:
-        return scores
+    async def broken(group: RolloutGroup) -> tuple[Scored, ...]:
+        return tuple(map(Scored, scores))
 
     b = await world.node("b", rescore=broken)
     await announce(world, b, "a", make_group(who("a"), 0))

@@ -25,6 +25,8 @@ async def test_connect_is_seen_on_both_sides(network, read):
     await seen_b.saw(PeerConnected(a.peer_id))
     assert b.peers() == (a.peer_id,)
     assert await a.connect(b.addresses()[0], timeout=5) == b.peer_id
+    assert {peer: known.direction for peer, known in a.connections().items()} == {b.peer_id: "outbound"}
+    assert {peer: known.direction for peer, known in b.connections().items()} == {a.peer_id: "inbound"}
     await asyncio.sleep(0.1)
     assert seen_a.events == [PeerConnected(b.peer_id)]
 
@@ -57,6 +59,7 @@ async def test_disconnect_is_seen_on_both_sides(network, read):
     seen_a, seen_b = read(a), read(b)
     await a.disconnect(b.peer_id)
     assert a.peers() == ()
+    assert a.connections() == {}
     await seen_a.saw(PeerDisconnected(b.peer_id))
     await seen_b.saw(PeerDisconnected(a.peer_id))
     assert b.peers() == ()

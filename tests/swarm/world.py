@@ -16,6 +16,7 @@ from protocol.rollout import Completion, RolloutGroup, Turn
 from swarm.exchange import Exchange, announcement_of
 from swarm.experience import ExperienceStore
 from swarm.memory import MemoryHub, MemoryTransport
+from swarm.records import Scored
 
 MANIFEST = make_manifest(
     "test",
@@ -44,8 +45,8 @@ def make_group(by: Identity, slot: int, *, rewards: tuple[float, ...] = (0.0, 1.
     return msgspec.structs.replace(group, **changes)
 
 
-async def truthful(group: RolloutGroup) -> list[float]:
-    return [float(completion.text.split()[0]) for completion in group.completions]
+async def truthful(group: RolloutGroup) -> list[Scored]:
+    return [Scored(float(completion.text.split()[0])) for completion in group.completions]
 
 
 def sealed(producer: Identity, content: RolloutGroup, **changes) -> tuple[bytes, bytes]:

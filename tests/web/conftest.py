@@ -1,6 +1,5 @@
 """A view with seeded, plausible data that tests change, and a server over it."""
 
-import asyncio
 import hashlib
 import math
 import random
@@ -15,6 +14,15 @@ from web.view import NotFound
 
 TOKEN = "a-token-for-tests-0123456789"
 NOW = 1_800_000_000.0
+PORT = {
+    "source": "default",
+    "default": 8420,
+    "help": "port; 0: a free one",
+    "applies": "restart",
+    "type": "int",
+    "choices": None,
+    "secret": False,
+}
 PEERS = (
     "12D3KooWQYhTNQdmr3ArTeUHRYzFg94BKyTkoWBDWez9kSCVe2Xo",
     "12D3KooWLRPJAA5o6fUyrX2pLEg3sfDuNqDsLXQyiyHwuZQbqKT4",
@@ -111,6 +119,8 @@ class FixtureView:
                 "peer_id": peer,
                 "connected": i < 2,
                 "model": ("SmolLM2-135M-Instruct", "Qwen3-0.6B", "SmolLM2-360M-Instruct")[i],
+                "direction": ("outbound", "inbound", None)[i],
+                "latency_ms": (11.5, None, None)[i],
                 "reputation": (0.94, 0.88, 0.31)[i],
                 "banned": False,
                 "published": (96, 84, 21)[i],
@@ -120,10 +130,22 @@ class FixtureView:
                     {"uninformative": 2, "stale": 2},
                     {"reward_mismatch": 3, "uninformative": 4},
                 )[i],
+                "trained": (80, 70, 9)[i],
                 "last_seen": now - (1, 3, 420)[i],
             }
             for i, peer in enumerate(PEERS)
         ]
+        self.swarm_says: dict[str, Any] = {
+            "name": "first-words",
+            "digest": "ab" * 32,
+            "epoch": {"number": 12, "ends_in": 300.0},
+            "epochs": {"seconds": 600, "genesis": now - 7_500, "own_tasks": 4096, "shared_tasks": 64},
+            "words": ["The swarm first-words practises chain_sum."],
+            "private": False,
+            "members": 4,
+            "coordinator": None,
+            "invite": "shoal:x",
+        }
         self.event_rows: list[dict[str, Any]] = []
         for ago, level, kind, message in (
             (640, "info", "start", "loaded SmolLM2-135M-Instruct in bfloat16, 4 threads"),
@@ -137,7 +159,7 @@ class FixtureView:
             self.say(level, kind, message, at=now - ago)
 
     def say(self, level: str, kind: str, message: str, at: float | None = None) -> None:
-        event = {"id": len(self.event_rows) + 1, "at": self.now if at is None else at, "level": level, "kind": kind}
+        event = {"id": self.event_range()[1] + 1, "at": self.now if at is None else at, "level": level, "kind": kind}
         self.event_rows.append({**event, "message": message})
 
     def status(self) -> Mapping[str, Any]:
@@ -151,8 +173,24 @@ class FixtureView:
         rows = [{"step": step, "at": self.now, "mean": mean, "scores": {"chain_sum": mean}} for step, mean in scores]
         return [row for row in rows if row["step"] > after][:limit]
 
-    def groups(self, before: int | None, limit: int) -> Sequence[Mapping[str, Any]]:
-        return [row for row in self.group_rows if before is None or row["row"] < before][:limit]
+    def series(self, points: int, first: int | None, last: int | None) -> Mapping[str, Any]:
+        self.calls.append(("series", str(points), str(first), str(last)))
+        rows = [row for row in self.step_rows if (first or 0) <= row["step"] <= (last or 42)]
+        rewards = [row["reward"] for row in rows]
+        return {
+            "first": 1,
+            "last": 42,
+            "width": 1,
+            "step": [row["step"] for row in rows],
+            **dict.fromkeys(("reward", "reward_low", "reward_high"), rewards),
+            "loss": [math.nan] * len(rows),
+            "environments": {"chain_sum": rewards},
+            "evaluations": {"step": [0, 40], "mean": [0.17, 0.39], "scores": {"chain_sum": [0.17, 0.39]}},
+        }
+
+    def groups(self, before: int | None, limit: int, where: Mapping[str, str]) -> Sequence[Mapping[str, Any]]:
+        rows = [row for row in self.group_rows if before is None or row["row"] < before]
+        return [row for row in rows if all(row[name] == value for name, value in where.items())][:limit]
 
     async def group(self, group_id: str) -> Mapping[str, Any]:
         found = [row for row in self.group_rows if row["id"].startswith(group_id)]
@@ -165,42 +203,64 @@ class FixtureView:
                 {"role": "user", "content": 'How many times does the letter "e" appear in "the reef keeper"?'},
             ],
             "completions": [
-                {"text": f"{i}", "finish": "stop", "tokens": 2, "claimed": reward, "reward": reward}
+                {
+                    "text": f"{i}",
+                    "finish": "stop",
+                    "tokens": 2,
+                    "claimed": reward,
+                    "reward": reward,
+                    "parts": {"parsed": 1.0},
+                    "pieces": [{"text": f"{i}", "logprob": -0.5}, {"text": "<|im_end|>", "logprob": None}],
+                }
                 for i, reward in enumerate(found[0]["rewards"])
+            ],
+            "task": {"environment": found[0]["environment"], "version": "1", "seed": str(2**62), "index": 3},
+            "shared": False,
+            "siblings": [row for row in self.group_rows if row["environment"] == found[0]["environment"]][1:3],
+        }
+
+    def peers(self, offset: int, limit: int, *, sort: str, descending: bool, search: str) -> Mapping[str, Any]:
+        self.calls.append(("peers", sort, str(descending), search))
+        rows = [row for row in self.peer_rows if search in row["peer_id"] + row["model"]]
+        return {"total": len(rows), "connected": 2, "peers": rows[offset : offset + limit]}
+
+    def peer_graph(self) -> Mapping[str, Any]:
+        me = self.state["peer_id"]
+        kept = ("peer_id", "connected", "reputation", "model", "admitted")
+        return {
+            "nodes": [
+                {"peer_id": me, "self": True},
+                *({"self": False, **{name: row[name] for name in kept}} for row in self.peer_rows),
+            ],
+            "edges": [
+                {"from": me, "to": PEERS[0], "kind": "connection", "weight": 1},
+                {"from": PEERS[2], "to": me, "kind": "groups", "weight": 14},
             ],
         }
 
-    def peers(self) -> Sequence[Mapping[str, Any]]:
-        return self.peer_rows
-
     def swarm(self) -> Mapping[str, Any]:
-        return {
-            "name": "first-words",
-            "digest": "ab" * 32,
-            "epoch": {"number": 12, "ends_in": 300.0},
-            "invite": "shoal:x",
-        }
+        return self.swarm_says
 
     def events(self, after: int | None, limit: int) -> Sequence[Mapping[str, Any]]:
         if after is None:
             return self.event_rows[-limit:]
         return [event for event in self.event_rows if event["id"] > after][:limit]
 
-    async def follow(self, after: int) -> AsyncIterator[Mapping[str, Any]]:
-        while True:
-            for event in self.events(after, 100):
-                after = event["id"]
-                yield event
-            await asyncio.sleep(0.02)
+    def event_range(self) -> tuple[int, int]:
+        return (self.event_rows[0]["id"], self.event_rows[-1]["id"]) if self.event_rows else (1, 0)
 
     def config(self) -> Mapping[str, Any]:
-        return {"web.port": {"value": 8420, "source": "default", "default": 8420, "help": "port; 0: a free one"}}
+        return {"web.port": {**PORT, "value": 8420}}
 
     def change(self, values: Mapping[str, Any]) -> Mapping[str, Any]:
         if self.refuses is not None:
             raise self.refuses
         self.calls.append(("change", str(dict(values))))
-        return {"applied": list(values), "restart": [], "config": {key: {"value": values[key]} for key in values}}
+        return {
+            "applied": list(values),
+            "restart": [],
+            "config": {key: {**PORT, "value": values[key]} for key in values},
+        }
 
     def metrics(self) -> Mapping[str, float]:
         return {

@@ -1,32 +1,41 @@
 """Who gets in: credentials, Host, Origin, and the headers of every answer."""
 
 import json
+import re
+import time
 
 import aiohttp
 import pytest
 
+from tests.web.conftest import FixtureView
 from web.auth import CODE_SECONDS
 from web.guard import host_name
+from web.server import WebServer
 
 TOKEN = "a-token-for-tests-0123456789"
-PRIVATE = [
-    ("GET", "/api/v1/status"),
-    ("GET", "/api/v1/steps"),
-    ("GET", "/api/v1/groups"),
-    ("GET", "/api/v1/groups/abcd"),
-    ("GET", "/api/v1/peers"),
-    ("GET", "/api/v1/swarm"),
-    ("GET", "/api/v1/events"),
-    ("GET", "/api/v1/events/stream"),
-    ("GET", "/api/v1/config"),
-    ("POST", "/api/v1/pause"),
-    ("POST", "/api/v1/resume"),
-    ("POST", "/api/v1/stop"),
-    ("POST", "/api/v1/login"),
-    ("POST", "/api/v1/logout"),
-    ("GET", "/api/v1/no-such-thing"),
-    ("GET", "/static/../api/v1/status"),
-]
+
+
+def routes() -> list[tuple[str, str]]:
+    """Method and path of every route there is, with something in the place of what a path takes."""
+    server = WebServer(FixtureView(), host="127.0.0.1", port=0, token=TOKEN, allowed_hosts=(), clock=time.time)
+    return [
+        (route.method, re.sub(r"\{\w+\}", "abcd", route.resource.canonical))
+        for route in server.app.router.routes()
+        if route.resource is not None
+    ]
+
+
+API = [(method, path) for method, path in routes() if path.startswith("/api/")]
+PRIVATE = [*API, ("GET", "/api/v1/no-such-thing"), ("GET", "/static/../api/v1/status")]
+
+
+def test_all_that_is_not_in_the_api_is_known():
+    assert {path for method, path in routes() if (method, path) not in API} == {
+        "/", "/static/abcd", "/login", "/healthz", "/readyz", "/metrics",
+    }  # fmt: skip
+    assert {"/api/v1/series", "/api/v1/peers/graph", "/api/v1/swarm/invite.svg", "/api/v1/openapi.json"} <= {
+        path for _, path in API
+    }
 
 
 async def sign_in(anyone: aiohttp.ClientSession, client: aiohttp.ClientSession) -> str:
@@ -50,7 +59,23 @@ async def test_nothing_private_without_the_right_token(anyone, view, method, pat
         async with anyone.request(method, path, headers=headers) as refused:
             assert refused.status == 401
             assert refused.headers["WWW-Authenticate"] == 'Bearer realm="shoal"'
-            assert set(await refused.json()) == {"error", "fix"}
+            assert method == "HEAD" or set(await refused.json()) == {"error", "fix"}
+    assert view.calls == []
+
+
+@pytest.mark.parametrize(("method", "path"), API)
+async def test_another_host_or_origin_gets_nothing_of_the_api(anyone, client, view, method, path):
+    await sign_in(anyone, client)
+    for session, headers, status in (
+        (client, {"Host": "evil.example"}, 421),
+        (client, {"Origin": "http://evil.example"}, 403),
+        (anyone, {"Origin": "http://evil.example"}, 403),
+        (anyone, {"Origin": "null"}, 403),
+        (anyone, {"Sec-Fetch-Site": "cross-site"}, 403),
+        *([(anyone, {}, 403)] if method == "POST" else []),  # a session's POST without an Origin
+    ):
+        async with session.request(method, path, headers=headers) as refused:
+            assert refused.status == status
     assert view.calls == []
 
 
@@ -198,8 +223,8 @@ async def test_headers_of_every_answer(client, path):
 
 
 async def test_a_fault_is_an_answer_and_a_traceback_in_the_log(client, view, caplog):
-    view.peers = lambda: 1 / 0
-    async with client.get("/api/v1/peers") as answer:
+    view.peer_graph = lambda: 1 / 0
+    async with client.get("/api/v1/peers/graph") as answer:
         assert answer.status == 500
         assert json.loads(await answer.text())["error"] == "the daemon failed to answer"
     assert "ZeroDivisionError" in caplog.text

@@ -2,8 +2,10 @@
 
 import json
 import math
+from xml.etree import ElementTree
 
 import pytest
+import segno
 
 from web.queries import MAX_BODY
 from web.view import SettingOverridden, SettingRefused
@@ -61,10 +63,50 @@ async def test_a_group_that_is_not_there(client):
     }
 
 
-async def test_peers_swarm_config(client, view):
-    assert await get(client, "/api/v1/peers") == view.peer_rows
+async def test_groups_by_what_they_are(client, view):
+    found = await get(client, "/api/v1/groups?origin=foreign&environment=chain_sum&limit=500")
+    assert {(row["origin"], row["environment"]) for row in found} == {("foreign", "chain_sum")}
+    assert len(found) == sum(
+        row["origin"] == "foreign" and row["environment"] == "chain_sum" for row in view.group_rows
+    )
+    producer = found[0]["producer"]
+    narrowed = await get(client, f"/api/v1/groups?origin=foreign&producer={producer}&verdict=admitted&before=30")
+    assert all(row["producer"] == producer and row["verdict"] == "admitted" and row["row"] < 30 for row in narrowed)
+
+
+async def test_series(client, view):
+    found = await get(client, "/api/v1/series?points=50&from=3&to=5")
+    assert view.calls == [("series", "50", "3", "5")]
+    assert (found["step"], found["loss"]) == ([3, 4, 5], [None] * 3)
+    await get(client, "/api/v1/series")
+    assert view.calls[1] == ("series", "400", "None", "None")
+
+
+async def test_peers(client, view):
+    assert await get(client, "/api/v1/peers") == {"total": 3, "connected": 2, "peers": view.peer_rows}
+    found = await get(client, "/api/v1/peers?offset=1&limit=1&sort=peer_id&descending=0&search=SmolLM2")
+    assert (found["total"], found["peers"]) == (2, [view.peer_rows[2]])
+    assert view.calls == [("peers", "last_seen", "True", ""), ("peers", "peer_id", "False", "SmolLM2")]
+    assert await get(client, "/api/v1/peers/graph") == view.peer_graph()
+
+
+async def test_swarm_config(client):
     assert (await get(client, "/api/v1/swarm"))["invite"] == "shoal:x"
     assert (await get(client, "/api/v1/config"))["web.port"]["value"] == 8420
+
+
+async def test_the_invite_as_a_picture(client, view):
+    async with client.get("/api/v1/swarm/invite.svg") as answer:
+        assert (answer.status, answer.content_type) == (200, "image/svg+xml")
+        assert answer.headers["Cache-Control"] == "no-store"
+        first = ElementTree.fromstring(await answer.text())
+    assert first.tag == "{http://www.w3.org/2000/svg}svg"
+    modules = segno.make_qr("shoal:x", error="l", boost_error=False).symbol_size(4, 4)
+    assert (first.get("width"), first.get("height")) == tuple(map(str, modules))
+    view.swarm_says["invite"] = "shoal:" + "y" * 4000
+    assert "too long" in (await get(client, "/api/v1/swarm/invite.svg", 404))["error"]
+    view.swarm_says.clear()
+    assert (await get(client, "/api/v1/swarm/invite.svg", 404))["error"] == "this node has no invite yet"
 
 
 async def test_events_newest_and_after(client):
@@ -93,6 +135,20 @@ async def test_events_newest_and_after(client):
         ("events/stream?after=x", "after: 'x' is not"),
         ("status?x=1", "unknown query parameter 'x'"),
         ("peers?x=1", "unknown query parameter 'x'"),
+        ("peers?limit=501", "limit: '501' is not an integer from 1 to 500"),
+        ("peers?offset=1000001", "offset: '1000001' is not an integer from 0 to 1000000"),
+        ("peers?sort=name", "sort: 'name' is unknown"),
+        ("peers?descending=yes", "descending: 'yes' is unknown"),
+        ("peers?search=", "search: '' is not 1 to 128 characters of ["),
+        ("peers?search=" + "x" * 129, "search: '" + "x" * 40 + "' is not 1 to 128 characters of ["),
+        ("peers?search=a%00b", "search: 'a\\x00b' is not"),
+        ("groups?origin=mine", "origin: 'mine' is unknown"),
+        ("groups?environment=" + "x" * 65, "environment: '" + "x" * 40 + "' is not 1 to 64 characters"),
+        ("groups?producer=a%0A", "producer: 'a\\n' is not 1 to 128 characters"),
+        ("groups?verdict=good", "verdict: 'good' is unknown"),
+        ("groups?environment=a&environment=b", "environment is given 2 times"),
+        ("series?points=49", "points: '49' is not an integer from 50 to 2000"),
+        ("series?from=-1", "from: '-1' is not"),
     ],
 )
 async def test_queries_that_make_no_sense(client, query, error):
@@ -133,7 +189,7 @@ async def test_change_settings(client, view):
     for asked in ({"swarm.own_groups": 2}, many):
         done = await change(client, json.dumps(asked), 200)
         assert done["applied"] == list(asked)
-        assert done["config"][next(iter(asked))] == {"value": asked[next(iter(asked))]}
+        assert done["config"][next(iter(asked))]["value"] == asked[next(iter(asked))]
     assert view.calls == [("change", "{'swarm.own_groups': 2}"), ("change", str(many))]
 
 
@@ -211,5 +267,5 @@ async def test_text_of_peers_arrives_as_it_was_and_as_json(client, view, text):
         assert answer.headers["X-Content-Type-Options"] == "nosniff"
         raw = await answer.read()
         assert raw.isascii()
-        assert (await answer.json())[0]["model"] == text
+        assert (await answer.json())["peers"][0]["model"] == text
     assert (await get(client, f"/api/v1/groups/{view.group_rows[0]['id']}"))["detail"] == text

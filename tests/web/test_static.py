@@ -3,13 +3,15 @@
 import re
 from pathlib import Path
 
+import plotly
 import pytest
 
 import web
+from web import files
+from web.files import TYPES
 
 STATIC = Path(web.__file__).parent / "static"
 FILES = sorted(path.name for path in STATIC.iterdir())
-TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -18,6 +20,35 @@ async def test_files_are_served_as_they_are(anyone, name):
         assert answer.status == 200
         assert answer.content_type == TYPES[Path(name).suffix]
         assert await answer.read() == (STATIC / name).read_bytes()
+
+
+async def test_a_file_that_the_browser_has_is_not_sent_again(anyone):
+    async with anyone.get("/static/icon.svg") as answer:
+        tag = answer.headers["ETag"]
+        assert answer.headers["Cache-Control"] == "no-cache"
+    async with anyone.get("/static/icon.svg", headers={"If-None-Match": tag}) as answer:
+        assert (answer.status, answer.headers["ETag"], await answer.read()) == (304, tag, b"")
+        assert answer.headers["Content-Security-Policy"].startswith("default-src 'self'")
+    async with anyone.get("/static/icon.svg", headers={"If-None-Match": '"another"'}) as answer:
+        assert answer.status == 200
+
+
+async def test_the_chart_library_comes_from_the_installed_package(anyone, monkeypatch):
+    bundle = Path(plotly.__file__).parent / "package_data" / "plotly.min.js"
+    async with anyone.get("/static/plotly.min.js") as answer:
+        assert (answer.status, answer.content_type) == (200, "text/javascript")
+        assert await answer.read() == bundle.read_bytes()
+        tag = answer.headers["ETag"]
+    monkeypatch.setattr(files, "_plotly", lambda: pytest.fail("it is read once"))
+    async with anyone.get("/static/plotly.min.js", headers={"If-None-Match": tag}) as answer:
+        assert (answer.status, await answer.read()) == (304, b"")
+
+
+async def test_without_the_chart_library_the_page_is_told(anyone, monkeypatch):
+    monkeypatch.setattr(files.importlib.util, "find_spec", lambda name: None)
+    async with anyone.get("/static/plotly.min.js") as answer:
+        assert answer.status == 404
+        assert "plotly" in (await answer.json())["error"]
 
 
 @pytest.mark.parametrize("name", [name for name in FILES if name.endswith(".js")])

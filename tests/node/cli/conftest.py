@@ -4,7 +4,7 @@ import asyncio
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +51,7 @@ class FakeNode:
     def steps(self, after: int, limit: int) -> list[dict[str, Any]]:
         return [STEP] if after < 12 else []
 
-    def groups(self, before: int | None, limit: int) -> list[dict[str, Any]]:
+    def groups(self, before: int | None, limit: int, where: Mapping[str, str]) -> list[dict[str, Any]]:
         return [GROUP]
 
     async def group(self, group_id: str) -> dict[str, Any]:
@@ -59,8 +59,8 @@ class FakeNode:
             raise NotFound(f"no group {group_id}")
         return {**GROUP, "prompt": [{"role": "user", "content": "2+2"}], "completions": [COMPLETION]}
 
-    def peers(self) -> list[dict[str, Any]]:
-        return [PEER]
+    def peers(self, offset: int, limit: int, **how: Any) -> dict[str, Any]:
+        return {"total": 1, "connected": 1, "peers": [PEER]}
 
     def change(self, values: dict[str, Any]) -> dict[str, Any]:
         self.asked.append(f"change: {values}")

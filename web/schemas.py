@@ -1,0 +1,221 @@
+"""JSON Schemas of the API's answers, for openapi.json. Answers may have more fields than are named here."""
+
+from typing import Any
+
+Schema = dict[str, Any]
+
+TEXT: Schema = {"type": "string"}
+INTEGER: Schema = {"type": "integer"}
+NUMBER: Schema = {"type": "number"}
+FLAG: Schema = {"type": "boolean"}
+SHARE: Schema = {"type": "number", "minimum": 0, "maximum": 1}
+
+
+def array(of: Schema, **limits: int) -> Schema:
+    return {"type": "array", "items": of, **limits}
+
+
+def mapping(to: Schema) -> Schema:
+    return {"type": "object", "additionalProperties": to}
+
+
+def obj(optional: dict[str, Schema] | None = None, **required: Schema) -> Schema:
+    """An object with these fields, of which the `optional` ones may be missing."""
+    return {"type": "object", "required": list(required), "properties": {**required, **(optional or {})}}
+
+
+def maybe(schema: Schema) -> Schema:
+    return (
+        {"anyOf": [schema, {"type": "null"}]} if "type" not in schema else {**schema, "type": [schema["type"], "null"]}
+    )
+
+
+def ref(name: str) -> Schema:
+    return {"$ref": f"#/components/schemas/{name}"}
+
+
+_MEANS = array(maybe(NUMBER))
+
+_COLUMNS = (
+    "own_groups",
+    "foreign_groups",
+    "own_informative",
+    "foreign_informative",
+    "tokens_per_second",
+    "seconds",
+    "loss",
+    "kl_behaviour",
+    "entropy",
+    "clip_fraction",
+    "ess",
+    "grad_norm",
+    "max_mismatch",
+    "completion_tokens",
+    "unparsed",
+    "own_reward",
+    "foreign_reward",
+)
+
+SCHEMAS: dict[str, Schema] = {
+    "Error": obj(error={**TEXT, "description": "what is wrong"}, fix={**TEXT, "description": "what to do about it"}),
+    "Status": obj(
+        state={
+            **TEXT,
+            "enum": ["STARTING", "RESUMING", "TRAINING", "WAITING", "PAUSED", "IDLE", "STOPPING", "FAILED"],
+        },
+        reason=TEXT,
+        next={**TEXT, "description": "what a person should do, or empty"},
+        step=INTEGER,
+        reward=maybe(NUMBER),
+        reward_start=maybe(NUMBER),
+        held_out=maybe(NUMBER),
+        held_out_start=maybe(NUMBER),
+        held_out_best=maybe(NUMBER),
+        held_out_steps=maybe(array(INTEGER, minItems=2, maxItems=2)),
+        tokens_per_second=NUMBER,
+        own_groups=INTEGER,
+        foreign_groups=INTEGER,
+        peers=INTEGER,
+        peer_id=TEXT,
+        name=TEXT,
+        swarm=TEXT,
+        stage=TEXT,
+        stage_seconds=NUMBER,
+        stages=mapping(NUMBER),
+        last_step_age=maybe(NUMBER),
+        step_deadline=NUMBER,
+        rss_mb=NUMBER,
+        peak_rss_mb=NUMBER,
+        memory={**mapping(INTEGER), "description": "bytes of the trainer, by kind"},
+        uptime=NUMBER,
+        version=TEXT,
+        model=TEXT,
+        groups=obj(
+            {
+                "published": INTEGER,
+                "fetched": INTEGER,
+                "admitted": INTEGER,
+                "rejected": mapping(INTEGER),
+            },
+            trained_foreign=INTEGER,
+        ),
+        optional={
+            "held_by": {"enum": ["person", "quiet_hours", "hours_per_day", "disk", None]},
+            "resumes_at": {**maybe(NUMBER), "description": "unix seconds at which it goes on by itself"},
+            "trained_today_seconds": NUMBER,
+        },
+    ),
+    "Step": obj({"at": NUMBER, "reward": maybe(NUMBER)}, step=INTEGER),
+    "Evaluation": obj(step=INTEGER, at=NUMBER, mean=NUMBER, scores=mapping(NUMBER)),
+    "Series": obj(
+        dict.fromkeys(_COLUMNS, _MEANS),
+        first=maybe(INTEGER),
+        last=maybe(INTEGER),
+        width={**INTEGER, "minimum": 1, "description": "steps a point"},
+        step=array(INTEGER),
+        reward=_MEANS,
+        reward_low=_MEANS,
+        reward_high=_MEANS,
+        environments=mapping(_MEANS),
+        evaluations=obj(step=array(INTEGER), mean=_MEANS, scores=mapping(_MEANS)),
+    ),
+    "GroupSummary": obj(
+        {"model": TEXT, "claimed": array(NUMBER), "size": INTEGER, "uses": INTEGER},
+        row=INTEGER,
+        id={**TEXT, "pattern": "^[0-9a-f]{64}$"},
+        origin={**TEXT, "enum": ["own", "foreign"]},
+        producer=TEXT,
+        environment=TEXT,
+        epoch=INTEGER,
+        rewards=array(NUMBER),
+        verdict=TEXT,
+        detail=TEXT,
+        at=NUMBER,
+    ),
+    "Group": {
+        "allOf": [
+            ref("GroupSummary"),
+            obj(
+                prompt=array(obj(role=TEXT, content=TEXT)),
+                completions=array(ref("Completion")),
+                task=obj(
+                    environment=TEXT,
+                    version=TEXT,
+                    seed={**TEXT, "pattern": "^[0-9]{1,19}$", "description": "63 bits: too long for a JSON number"},
+                    index=INTEGER,
+                ),
+                shared={**FLAG, "description": "a task that every node of the swarm has"},
+                siblings=array(ref("GroupSummary"), maxItems=32),
+            ),
+        ]
+    },
+    "Completion": obj(
+        {"parts": mapping(NUMBER)},
+        text=TEXT,
+        finish={**TEXT, "enum": ["stop", "length", "aborted"]},
+        tokens=INTEGER,
+        claimed=NUMBER,
+        reward=maybe(NUMBER),
+        pieces=maybe(array(obj(text=TEXT, logprob=maybe(NUMBER)))),
+    ),
+    "Peers": obj(total=INTEGER, connected=INTEGER, peers=array(ref("Peer"), maxItems=500)),
+    "Peer": obj(
+        peer_id=TEXT,
+        connected=FLAG,
+        direction=maybe({**TEXT, "enum": ["inbound", "outbound", None]}),
+        latency_ms={**maybe(NUMBER), "description": "round trip of the last ping"},
+        model=TEXT,
+        reputation=SHARE,
+        banned=FLAG,
+        published=INTEGER,
+        admitted=INTEGER,
+        rejected=mapping(INTEGER),
+        trained={**INTEGER, "description": "uses of its groups in updates"},
+        last_seen=NUMBER,
+    ),
+    "PeerGraph": obj(
+        nodes=array(
+            obj(
+                {"connected": FLAG, "reputation": maybe(SHARE), "model": TEXT, "admitted": INTEGER},
+                peer_id=TEXT,
+                self=FLAG,
+            ),
+            maxItems=200,
+        ),
+        edges=array(
+            obj({"from": TEXT}, to=TEXT, kind={**TEXT, "enum": ["connection", "groups"]}, weight=NUMBER), maxItems=400
+        ),
+    ),
+    "Swarm": {
+        "type": "object",
+        "description": "empty while the node knows no manifest",
+        "properties": {
+            "name": TEXT,
+            "digest": TEXT,
+            "epoch": obj(number=INTEGER, ends_in=NUMBER),
+            "epochs": mapping(NUMBER),
+            "words": array(TEXT),
+            "private": FLAG,
+            "members": INTEGER,
+            "invite": TEXT,
+        },
+    },
+    "Event": obj(
+        id=INTEGER, at=NUMBER, level={**TEXT, "enum": ["debug", "info", "warning", "error"]}, kind=TEXT, message=TEXT
+    ),
+    "Setting": obj(
+        {"pending": {"description": "its value from the next start on, where that is another one"}},
+        value={},
+        source=TEXT,
+        default={},
+        help=TEXT,
+        applies={**TEXT, "enum": ["now", "restart"]},
+        type={**TEXT, "enum": ["int", "float", "bool", "str", "choice", "list"]},
+        choices=maybe(array(TEXT)),
+        secret=FLAG,
+    ),
+    "Config": mapping(ref("Setting")),
+    "Changed": obj(applied=array(TEXT), restart=array(TEXT), config=mapping(ref("Setting"))),
+    "Code": obj(code=TEXT, path=TEXT, expires_in=NUMBER),
+    "Nothing": {"type": "object", "maxProperties": 0},
+}
