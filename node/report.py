@@ -15,10 +15,10 @@ from node.history import KEPT_STEPS, History
 from node.home import Home, HomeError
 from node.settings import FIELDS, Settings, public_values
 from swarm.database import Database, copy_tables
+from swarm.experience import LARGE_TABLES
 from swarm.peer_records import PeerRecords
 from swarm.records import PeerRecord
 
-TABLES = ("history_version", "steps", "evaluations", "events", "peers", "verdicts")
 MAX_PEERS, MAX_EVENTS = 500, 200
 MOST_STEPS = 10 * KEPT_STEPS
 
@@ -68,7 +68,7 @@ def read_node(home: Home) -> NodeRun:
     """Of a copy of what is shown: a history of an older version is migrated there, and not in the home."""
     with tempfile.TemporaryDirectory(prefix="shoal-report-") as aside:
         copied = Path(aside) / "node.db"
-        copy_tables(home.database, copied, TABLES)
+        copy_tables(home.database, copied, leave=LARGE_TABLES)
         history = History(copied, clock=lambda: 0.0)
         database = Database(copied)
         try:

@@ -1,7 +1,7 @@
 """One SQLite connection with typed errors and short transactions. Used from the thread that opened it only."""
 
 import sqlite3
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
@@ -133,16 +133,16 @@ def read_only(path: Path) -> Iterator[sqlite3.Connection]:
         yield source
 
 
-def copy_tables(source: Path, target: Path, tables: Iterable[str]) -> None:
-    """Copy those of the tables that there are into a new database, all as of one instant. Raises StoreError."""
+def copy_tables(source: Path, target: Path, *, leave: Collection[str]) -> None:
+    """Copy all tables but some into a new database, as of one instant, without indexes. Raises StoreError."""
     with read_only(source) as database:
         database.execute("ATTACH DATABASE ? AS target", (str(target),))
         database.execute("BEGIN")
-        for name in tables:
-            found = database.execute("SELECT sql FROM main.sqlite_master WHERE type = 'table' AND name = ?", (name,))
-            for (schema,) in found.fetchall():
+        found = database.execute("SELECT name, sql FROM main.sqlite_master WHERE type = 'table'").fetchall()
+        for name, schema in found:
+            if name not in leave and not name.startswith("sqlite_"):
                 database.execute(schema.replace("CREATE TABLE ", "CREATE TABLE target.", 1))
-                database.execute(f"INSERT INTO target.{name} SELECT * FROM main.{name}")
+                database.execute(f'INSERT INTO target."{name}" SELECT * FROM main."{name}"')
         database.execute("COMMIT")
 
 

@@ -40,6 +40,8 @@ ROW_BYTES = 512
 """What a row is taken to cost besides its body, indexes included."""
 MAX_REJECTED_BODY = 64 * 1024
 """A rejected group's body is kept for people to look at, unless it is longer than this."""
+LARGE_TABLES = ("groups", "announcements")
+"""Those that hold what was exchanged; the others are small."""
 MAX_BODY_BYTES = 64 * 2**20
 """The largest group that any manifest can allow."""
 

@@ -21,13 +21,13 @@ from node.home import HomeError, write_atomic
 from node.logs import tail
 from node.settings import ConfigError, load, public_values
 from swarm.database import StoreError, copy_tables
+from swarm.experience import LARGE_TABLES
 
 LOG_LINES = 2000
 LINE_CHARACTERS = 4000
 STEPS, EVENTS = 200, 1000
 MEMBER_CHARACTERS = 4 << 20
 """Of one member; what is longer loses its beginning."""
-HISTORY_TABLES = ("history_version", "steps", "evaluations", "events")
 
 
 class BundleExists(Exception):
@@ -101,7 +101,7 @@ def history(subject: Subject) -> dict[str, str]:
         return {}
     with tempfile.TemporaryDirectory(prefix="shoal-bundle-") as aside:
         try:
-            copy_tables(subject.home.database, Path(aside) / "node.db", HISTORY_TABLES)
+            copy_tables(subject.home.database, Path(aside) / "node.db", leave=LARGE_TABLES)
             copied = History(Path(aside) / "node.db", clock=lambda: 0.0)
         except StoreError as error:
             return {"steps.json": f"not readable: {error}"}
