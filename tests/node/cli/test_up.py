@@ -3,6 +3,7 @@
 import base64
 import hashlib
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -164,3 +165,23 @@ def test_a_stop_amid_the_imports_ends_at_once(home: Home, number: int) -> None:
     first, last = errors.splitlines()
     assert first.endswith(f"starting the node of {home.path}")
     assert last == "shoal: stopped before training began; what was saved before is untouched"
+
+
+def test_for_a_container_every_line_on_stderr_is_json(home: Home) -> None:
+    """The form is asked for by a variable, and a flag wins over it. What ends the process is an entry like others."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("SHOAL_")}
+    environment["SHOAL_LOG_FORMAT"] = "json"
+
+    def errors(*args: str) -> list[str]:
+        command = [sys.executable, "-m", "node", "--home", str(home.path), "up", *args]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment, check=False)
+        assert (done.returncode, done.stdout) == (1, "")
+        return done.stderr.splitlines()
+
+    with home.lock():
+        entries = [json.loads(line) for line in errors()]
+        plain = errors("--log-format", "text")
+    assert [sorted(entry) for entry in entries] == [["at", "level", "logger", "message"]] * len(entries)
+    assert entries[0]["message"] == f"starting the node of {home.path}"
+    assert (entries[-1]["level"], "is in use by process" in entries[-1]["message"]) == ("error", True)
+    assert plain[-1].startswith(f"shoal: home {home.path} is in use by process")
