@@ -27,5 +27,6 @@ async def watch(progress: Progress, dump: Path, *, every: float = 5.0) -> None:
                 if file.tell() > MAX_BYTES:
                     file.truncate(0)
                 file.write(f"stage '{progress.stage}' has taken {age:.0f} s\n")
+                file.flush()  # the stacks go around its buffer
                 faulthandler.dump_traceback(file, all_threads=True)
             log.error("stage '%s' has taken %.0f s; stacks are in %s", progress.stage, age, dump)

@@ -32,7 +32,7 @@ CUDA_BUILD = "install a CUDA build of torch (docs/operations.md), or set model.d
 ARCHITECTURE = re.compile(r"(sm|compute)_(\d+)(\d)([af]?)")
 VERSION_SECONDS = 10.0
 """Deadline for the Python of a vllm program to say its version."""
-ENDPOINTS = {"/collective_rpc": "the environment variable VLLM_SERVER_DEV_MODE=1", "/pause": "VLLM_SERVER_DEV_MODE=1"}
+ENDPOINTS = {"/collective_rpc": "VLLM_SERVER_DEV_MODE=1", "/pause": "VLLM_SERVER_DEV_MODE=1"}
 """What a vLLM server elsewhere needs, and what it must be started with to have it (node/engines/vllm_probe.py)."""
 GB = 1 << 30
 
