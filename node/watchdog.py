@@ -9,6 +9,9 @@ from node.progress import Progress
 
 log = logging.getLogger(__name__)
 
+MAX_BYTES = 4 << 20
+"""A file of stacks that is longer is begun anew: a node that hangs and restarts for weeks must not fill its disk."""
+
 
 async def watch(progress: Progress, dump: Path, *, every: float = 5.0) -> None:
     """Dump all stacks once per stage that has outlived nine tenths of its deadline. Runs until cancelled."""
@@ -21,6 +24,9 @@ async def watch(progress: Progress, dump: Path, *, every: float = 5.0) -> None:
                 continue
             warned = (progress.stage, progress.since)
             with dump.open("a") as file:
+                if file.tell() > MAX_BYTES:
+                    file.truncate(0)
                 file.write(f"stage '{progress.stage}' has taken {age:.0f} s\n")
+                file.flush()  # the stacks go around its buffer
                 faulthandler.dump_traceback(file, all_threads=True)
             log.error("stage '%s' has taken %.0f s; stacks are in %s", progress.stage, age, dump)

@@ -1,8 +1,8 @@
 """One SQLite connection with typed errors and short transactions. Used from the thread that opened it only."""
 
 import sqlite3
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -110,15 +110,49 @@ class Database:
 
     @contextmanager
     def _errors(self) -> Iterator[None]:
-        try:
+        with errors_of(self._path):
             yield
-        except sqlite3.Error as error:
-            code = getattr(error, "sqlite_errorcode", None)  # none where SQLite itself was not asked
-            if code == sqlite3.SQLITE_FULL:
-                raise StoreFull(f"no room for {self._path}: free some disk, or lower limits.store_mb") from error
-            if code in (sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_CORRUPT):
-                raise StoreError(
-                    f"{self._path} is damaged ({error}) ; move it away: history, experience and reputation begin anew, "
-                    "the model goes on"
-                ) from error
-            raise StoreError(f"{self._path}: {error}") from error
+
+
+@contextmanager
+def errors_of(path: Path) -> Iterator[None]:
+    """SQLite's errors as StoreError and StoreFull that name the file."""
+    try:
+        yield
+    except sqlite3.Error as error:
+        code = getattr(error, "sqlite_errorcode", None)  # none where SQLite itself was not asked
+        if code == sqlite3.SQLITE_FULL:
+            raise StoreFull(f"no room for {path}: free some disk, or lower limits.store_mb") from error
+        if code in (sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_CORRUPT):
+            raise StoreError(
+                f"{path} is damaged ({error}) ; move it away: history, experience and reputation begin anew, "
+                "the model goes on"
+            ) from error
+        raise StoreError(f"{path}: {error}") from error
+
+
+@contextmanager
+def read_only(path: Path) -> Iterator[sqlite3.Connection]:
+    """A database that may be in use, to read from: nothing of it is created, migrated or locked. Raises StoreError."""
+    with errors_of(path), closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)) as source:
+        source.execute(f"PRAGMA busy_timeout = {BUSY_SECONDS * 1000:.0f}")
+        yield source
+
+
+def copy_tables(source: Path, target: Path, *, leave: Collection[str]) -> None:
+    """Copy all tables but some into a new database, as of one instant, without indexes. Raises StoreError."""
+    with read_only(source) as database:
+        database.execute("ATTACH DATABASE ? AS target", (str(target),))
+        database.execute("BEGIN")
+        found = database.execute("SELECT name, sql FROM main.sqlite_master WHERE type = 'table'").fetchall()
+        for name, schema in found:
+            if name not in leave and not name.startswith("sqlite_"):
+                database.execute(schema.replace("CREATE TABLE ", "CREATE TABLE target.", 1))
+                database.execute(f'INSERT INTO target."{name}" SELECT * FROM main."{name}"')
+        database.execute("COMMIT")
+
+
+def copy_database(source: Path, target: Path) -> None:
+    """Copy a whole database, in use or not, as of one instant. Raises StoreError, StoreFull."""
+    with read_only(source) as database, errors_of(target), closing(sqlite3.connect(target)) as copied:
+        database.backup(copied)

@@ -43,6 +43,8 @@ ROW_BYTES = 640
 CHOSEN_BY = frozenset({"origin", "verdict", "environment", "producer"})
 MAX_REJECTED_BODY = 64 * 1024
 """A rejected group's body is kept for people to look at, unless it is longer than this."""
+LARGE_TABLES = ("groups", "announcements")
+"""Those that hold what was exchanged; the others are small."""
 MAX_BODY_BYTES = 64 * 2**20
 """The largest group that any manifest can allow."""
 

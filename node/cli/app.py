@@ -8,15 +8,19 @@ from typing import NoReturn
 
 import click
 
+from node.cli.backup import backup, restore
 from node.cli.bench import bench
 from node.cli.checkpoint import checkpoint
+from node.cli.completion import completion
 from node.cli.config import config, show_id, show_paths
 from node.cli.control import down, health, open_page, pause, resume
+from node.cli.doctor import doctor
 from node.cli.environments import env
 from node.cli.errors import FAILURE
 from node.cli.local import local
 from node.cli.logs import logs
 from node.cli.models import model
+from node.cli.report import report
 from node.cli.session import Group, Session, global_options, with_session
 from node.cli.status import groups, peers, status, steps
 from node.cli.swarm import join, leave, swarm
@@ -55,8 +59,9 @@ def version(session: Session) -> None:
 
 
 for command in (
-    init, up, local, status, peers, groups, steps, pause, resume, down, open_page, logs,
-    swarm, join, leave, env, checkpoint, train, model, config, show_id, show_paths, health, bench,
+    init, up, local, status, doctor, peers, groups, steps, pause, resume, down, open_page, logs,
+    swarm, join, leave, env, checkpoint, train, report, model, backup, restore, config, show_id, show_paths,
+    health, bench, completion,
 ):  # fmt: skip
     shoal.add_command(command)
 shoal.commands["version"] = shoal.commands.pop("version")  # last in the list

@@ -1,7 +1,6 @@
 """`shoal checkpoint`: what was saved, as a model directory for elsewhere, and how good it is."""
 
 import shutil
-import sys
 from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,6 +16,8 @@ TRAINER_FILES = ("exp_avg.safetensors", "exp_avg_sq.safetensors", "moments8.safe
 """The optimizer's, of no use elsewhere. Those of node/training/files.py, whose import would cost torch's seconds."""
 
 
+COUNTED = 16
+"""Held-out tasks from one line about them to the next."""
 ADAPTER_SETTINGS = "adapter_config.json"
 """Where there are adapters and no whole weights (node/training/lora.py)."""
 
@@ -75,12 +76,15 @@ def export(session: Session, name: str, directory: Path, adapters: bool) -> None
     Adapters are added to the weights of the model that they were trained on (model.path), unless asked for alone.
     """
     from node.checkpoint import BEST, FILES, STATE, damage
-    from node.cli.output import emit
+    from node.cli.output import emit, working
 
     entry = store(session).find(name)
     if directory.exists():
         raise ExportRefused(f"{directory} is there already ; give a new directory")
-    if fault := damage(entry.path):
+    with working(session) as say:
+        say(f"checking step {entry.step} ({entry.size >> 20} MB)")
+        fault = damage(entry.path)
+    if fault:
         raise ExportRefused(f"{entry.path} is damaged: {fault} ; export another one (shoal checkpoint list)")
     adapted = (entry.path / ADAPTER_SETTINGS).exists()
     if adapters and not adapted:
@@ -89,10 +93,13 @@ def export(session: Session, name: str, directory: Path, adapters: bool) -> None
     try:
         shutil.rmtree(aside, ignore_errors=True)  # of an export that was killed
         aside.mkdir(parents=True)
-        if adapted and not adapters:
-            merge_into_base(session, entry.path, aside)
-        else:
-            copy(entry.path, aside, leave=(BEST, FILES, STATE, *TRAINER_FILES))
+        with working(session) as say:
+            if adapted and not adapters:
+                say("adding the adapters to the model that they are of")
+                merge_into_base(session, entry.path, aside)
+            else:
+                say(f"copying into {directory}")
+                copy(entry.path, aside, leave=(BEST, FILES, STATE, *TRAINER_FILES))
         aside.rename(directory)
     finally:
         shutil.rmtree(aside, ignore_errors=True)
@@ -130,18 +137,21 @@ def evaluate(session: Session, name: str) -> None:
     """Score a checkpoint on the swarm's held-out tasks, the same ones every time (eval.tasks, eval.samples)."""
     from dataclasses import asdict
 
-    from node.cli.output import emit, facts
+    from node.cli.output import emit, facts, working
 
     home = session.node()
     settings = session.settings(home)
     session.start_logging(None)
 
-    from node.evaluate import evaluate_checkpoint
+    with working(session) as say:
+        say("loading torch, the model and the scorer")
+        from node.evaluate import evaluate_checkpoint
 
-    def count(tasks: int, sampled: int) -> None:
-        click.echo(f"\r{sampled} of {tasks} held-out tasks{'' if sampled < tasks else chr(10)}", err=True, nl=False)
+        def count(tasks: int, sampled: int) -> None:
+            if sampled in (0, tasks) or sampled % COUNTED == 0:
+                say(f"{sampled} of {tasks} held-out tasks")
 
-    found = evaluate_checkpoint(home, settings, name, count if sys.stderr.isatty() else None)
+        found = evaluate_checkpoint(home, settings, name, count)
     if session.as_json:
         emit(asdict(found))
     else:

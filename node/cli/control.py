@@ -23,16 +23,19 @@ class DaemonStuck(Exception):
 @with_session
 def down(session: Session) -> None:
     """Stop the daemon in good order and wait until it is gone."""
-    from node.cli.output import emit
+    from node.cli.output import emit, working
 
     home, client = session.node(), session.client()
     info = home.daemon()
     client.post("stop")
-    deadline = time.monotonic() + STOP_SECONDS
-    while (now := home.daemon()) is not None and info is not None and now.pid == info.pid:
-        if time.monotonic() > deadline:
-            raise DaemonStuck(f"process {info.pid} still runs after {STOP_SECONDS:.0f} s ; see `shoal logs`")
-        time.sleep(0.1)
+    started = time.monotonic()
+    with working(session, only_terminal=True) as say:
+        while (now := home.daemon()) is not None and info is not None and now.pid == info.pid:
+            waited = time.monotonic() - started
+            if waited > STOP_SECONDS:
+                raise DaemonStuck(f"process {info.pid} still runs after {STOP_SECONDS:.0f} s ; see `shoal logs`")
+            say(f"process {info.pid} is stopping ({waited:.0f} s)")
+            time.sleep(0.1)
     said = farewell(home) or "what was saved before is untouched"
     if session.as_json:
         emit({"state": "STOPPED", "reason": said})

@@ -1,6 +1,7 @@
 """Every error of the command line becomes one line, `shoal: <what> ; <fix>`, and an exit code."""
 
 import json
+import logging
 import sys
 import traceback
 from types import TracebackType
@@ -44,6 +45,16 @@ def judge(error: BaseException) -> tuple[int, str]:
     return FAILURE, f"unexpected {type(error).__name__}: {error} ; run it again with -v and report the traceback"
 
 
+def logs_json() -> bool:
+    """Whether this process logs JSON on stderr: then its last words are an entry of that log, for who collects it."""
+    logs = sys.modules.get("node.logs")  # not imported for this: it would cost every call that fails
+    return logs is not None and any(
+        isinstance(handler.formatter, logs.JsonFormatter)
+        for handler in logging.getLogger().handlers
+        if not isinstance(handler, logging.FileHandler)
+    )
+
+
 class Reporting:
     """Around a whole call: prints an error in the form that was asked for and leaves with its exit code."""
 
@@ -63,7 +74,9 @@ class Reporting:
         what, _, fix = text.partition(" ; " if " ; " in text else "; ")
         if self.verbose and not isinstance(error, click.ClickException | click.Abort):
             traceback.print_exception(error, file=sys.stderr)
-        if self.as_json:
+        if not self.as_json and logs_json():
+            logging.getLogger("node.cli").error("%s", text)
+        elif self.as_json:
             click.echo(json.dumps({"error": what, "fix": fix, "kind": type(error).__name__, "code": code}), err=True)
         else:
             click.echo(f"shoal: {what} ; {fix}" if fix else f"shoal: {what}", err=True)

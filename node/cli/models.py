@@ -14,11 +14,16 @@ def model() -> None:
 @with_session
 def prepare(session: Session) -> None:
     """Convert the embedded model once, so that the first start does not have to (for images and installers)."""
-    from node.cli.output import emit
+    from node.cli.output import emit, working
     from node.home import models_dir
-    from node.models import embedded_directory
 
-    directory = embedded_directory(models_dir())
+    with working(session) as say:
+        say("loading torch and transformers")
+        from node.models import embedded_directory, embedded_target
+
+        if not embedded_target(models_dir()).is_dir():
+            say("converting the embedded model (540 MB, once)")
+        directory = embedded_directory(models_dir())
     if session.as_json:
         emit({"model": str(directory)})
     else:
@@ -34,20 +39,25 @@ def export(session: Session, directory: str, untied: bool) -> None:
     from pathlib import Path
     from tempfile import TemporaryDirectory
 
-    from node.cli.output import emit
-    from node.engines.choose import export_weights
+    from node.cli.output import emit, working
     from node.home import models_dir
-    from node.models import load_model
 
     settings = session.settings(session.home()).config.model
-    bundle = load_model(settings.path, device="cpu", dtype="bfloat16", models=models_dir())
     target = Path(directory)
-    target.mkdir(parents=True, exist_ok=True)
-    with TemporaryDirectory(prefix=".export-", dir=target) as aside:  # what else is in the target is none of ours
-        export_weights(bundle, Path(aside), untied=untied)
-        for file in Path(aside).iterdir():
-            file.chmod(0o644)  # the server may run as another user
-            file.replace(target / file.name)
+    with working(session) as say:
+        say("loading torch and transformers")
+        from node.engines.choose import export_weights
+        from node.models import load_model
+
+        say(f"loading the model ({settings.path})")
+        bundle = load_model(settings.path, device="cpu", dtype="bfloat16", models=models_dir())
+        say(f"writing into {target}")
+        target.mkdir(parents=True, exist_ok=True)
+        with TemporaryDirectory(prefix=".export-", dir=target) as aside:  # what else is in the target is none of ours
+            export_weights(bundle, Path(aside), untied=untied)
+            for file in Path(aside).iterdir():
+                file.chmod(0o644)  # the server may run as another user
+                file.replace(target / file.name)
     if session.as_json:
         emit({"model": str(target)})
     else:

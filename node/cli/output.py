@@ -2,7 +2,8 @@
 
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import datetime
 from typing import Any
 
@@ -10,6 +11,28 @@ import click
 
 from node.cli.session import Session
 from node.logs import printable
+
+
+@contextmanager
+def working(session: Session, *, only_terminal: bool = False) -> Iterator[Callable[[str], None]]:
+    """Gives what says on stderr what takes its time: one line that changes on a terminal, lines elsewhere (unless
+    `only_terminal`), nothing with --json.
+    """
+    terminal = sys.stderr.isatty()
+
+    def say(text: str) -> None:
+        if terminal:
+            click.echo(f"\r\x1b[K{printable(text)}", err=True, nl=False)
+        elif text and not only_terminal:
+            click.echo(printable(text), err=True)
+
+    if session.as_json:
+        yield lambda text: None
+        return
+    try:
+        yield say
+    finally:
+        say("")
 
 
 def emit(value: Any) -> None:

@@ -55,17 +55,20 @@ def up(session: Session, invite: str | None, open_browser: bool, steps: int | No
         session.overrides["swarm.join"] = invite
     home = session.home()
     settings = load(home, session.overrides)
+    fresh = False
     try:
         home.require()
     except NotInitialised:
         # no questions on the first start; `init` itself refuses where an identity has gone missing
         home.init()
-        click.echo(f"New node {home.identity().peer_id} in {home.path}", err=True)
+        fresh = True
+    session.start_logging(home.log_path)
+    if fresh:
+        log.info("New node %s in %s", home.identity().peer_id, home.path)
     home = session.unlocked()
     enter_swarm(home, settings.config.swarm.join)
     if open_browser:
         threading.Thread(target=open_when_up, args=(home,), daemon=True).start()
-    session.start_logging(home.log_path)
     log.info("starting the node of %s", home.path)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, leave_at_once)  # until the daemon has handlers of its own

@@ -1,12 +1,14 @@
-"""A home in a temporary directory, scorer processes, and a count of forward passes."""
+"""`shoal` in this process, a home in a temporary directory, scorer processes, and a count of forward passes."""
 
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import pytest
 import torch
+from click.testing import CliRunner, Result
 
+from node.cli.app import shoal
 from node.engines import decoding
 from node.home import Home
 from node.scorer import Scorer
@@ -51,3 +53,11 @@ def forwarded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     monkeypatch.setattr(decoding, "_forward", counted)
     return passes
+
+
+@pytest.fixture
+def run(no_variables: None) -> Callable[..., Result]:
+    def call(*args: str | Path, input: str | None = None) -> Result:
+        return CliRunner().invoke(shoal, [str(arg) for arg in args], input=input)
+
+    return call

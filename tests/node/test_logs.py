@@ -101,3 +101,15 @@ def test_a_line_that_is_no_entry_is_still_shown() -> None:
     assert parse('{"at": "2026-01-01T00:00:00+00:00", "le')["message"] == '{"at": "2026-01-01T00:00:00+00:00", "le'
     assert parse("[1]")["level"] == "unknown"
     assert as_text(parse("cut")).endswith("unknown -  cut")
+
+
+def test_the_file_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("node.logs.FILE_BYTES", 2000)
+    monkeypatch.setattr("node.logs.FILES_KEPT", 3)
+    set_up("json", verbose=False, file=tmp_path / "node.log", stream=io.StringIO())
+    for i in range(300):
+        logging.getLogger("node.loop").info("step %d done", i)
+    files = sorted(path.name for path in tmp_path.iterdir())
+    assert files == ["node.log", "node.log.1", "node.log.2", "node.log.3"]
+    assert all(path.stat().st_size <= 2000 for path in tmp_path.iterdir())
+    assert parse(tail(tmp_path / "node.log", 1)[0])["message"] == "step 299 done"

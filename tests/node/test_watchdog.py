@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from node.progress import Progress, StageTimeout
-from node.watchdog import watch
+from node.watchdog import MAX_BYTES, watch
 from tests.conftest import Clock
 
 
@@ -57,3 +57,15 @@ async def test_stacks_of_a_stage_that_hangs_are_written_once(
         assert caplog.messages == [f"stage '{stage}' has taken {age} s; stacks are in {stacks}"]
         assert stacks.read_text().count(f"stage '{stage}' has taken {age} s\n") == 1
         assert "in stuck\n" in stacks.read_text()
+
+
+async def test_stacks_are_bounded(clock: Clock, tmp_path: Path) -> None:
+    stacks = tmp_path / "stacks.log"
+    stacks.write_bytes(b"old" * (MAX_BYTES // 3 + 1))
+    progress = Progress(clock, 100.0, state="TRAINING", stage="update", since=clock() - 95)
+    watcher = asyncio.create_task(watch(progress, stacks, every=0.001))
+    await asyncio.sleep(0.1)
+    watcher.cancel()
+    text = await asyncio.to_thread(stacks.read_text)
+    assert text.startswith("stage 'update' has taken 95 s")
+    assert "watchdog.py" in text  # the stacks, after it

@@ -1,17 +1,14 @@
-"""`shoal` in this process, and the real API over a node that is not there."""
+"""The real API over a node that is not there."""
 
 import asyncio
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import pytest
-from click.testing import CliRunner, Result
 
-from node.cli.app import shoal
 from node.home import DaemonInfo, Home
 from web.server import WebServer
 from web.view import NotFound, SettingOverridden, SettingRefused
@@ -113,11 +110,3 @@ def daemon(home: Home) -> Iterator[FakeNode]:
     yield node
     stop.set()
     thread.join(10)
-
-
-@pytest.fixture
-def run(no_variables: None) -> Callable[..., Result]:
-    def call(*args: str | Path, input: str | None = None) -> Result:
-        return CliRunner().invoke(shoal, [str(arg) for arg in args], input=input)
-
-    return call

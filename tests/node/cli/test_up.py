@@ -3,6 +3,8 @@
 import base64
 import hashlib
 import json
+import logging
+import os
 import signal
 import subprocess
 import sys
@@ -43,11 +45,14 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[tuple[Any, ...
         signal.signal(number, handler)
 
 
-def test_up_initialises_an_empty_home_and_founds_a_swarm(run: Run, tmp_path: Path, calls: Any) -> None:
-    result = run("--home", tmp_path / "home", "up", "--steps", "3", "--set", "web.port=0")
+def test_up_initialises_an_empty_home_and_founds_a_swarm(
+    run: Run, tmp_path: Path, calls: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, "node"):
+        result = run("--home", tmp_path / "home", "up", "--steps", "3", "--set", "web.port=0")
     assert result.exit_code == 0
     home = Home(tmp_path / "home")
-    assert home.identity().peer_id in result.stderr
+    assert caplog.messages[0] == f"New node {home.identity().peer_id} in {home.path}"
     [((used, settings), options)] = calls
     assert used.path == home.path
     assert (settings.config.web.port, options) == (0, {"steps": 3, "stay": False, "as_json": False})
@@ -164,3 +169,22 @@ def test_a_stop_amid_the_imports_ends_at_once(home: Home, number: int) -> None:
     first, last = errors.splitlines()
     assert first.endswith(f"starting the node of {home.path}")
     assert last == "shoal: stopped before training began; what was saved before is untouched"
+
+
+def test_for_a_container_every_line_on_stderr_is_json(home: Home) -> None:
+    """The form is asked for by a variable, and a flag wins over it. What ends the process is an entry like others."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("SHOAL_")}
+    environment["SHOAL_LOG_FORMAT"] = "json"
+
+    def errors(*args: str) -> list[str]:
+        command = [sys.executable, "-m", "node", "--home", str(home.path), "up", *args]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment, check=False)
+        assert (done.returncode, done.stdout) == (1, "")
+        return done.stderr.splitlines()
+
+    with home.lock():
+        entries = [json.loads(line) for line in errors()]
+        plain = errors("--log-format", "text")
+    assert [sorted(entry) for entry in entries] == [["at", "level", "logger", "message"]] * len(entries)
+    assert (entries[-1]["level"], "is in use by process" in entries[-1]["message"]) == ("error", True)
+    assert plain[-1].startswith(f"shoal: home {home.path} is in use by process")

@@ -1,0 +1,78 @@
+"""Takes secrets out of text: those of this home by their value, those of anybody by their form."""
+
+import base64
+import json
+import os
+import re
+from collections.abc import Mapping, Sequence
+
+from node.home import Home
+from protocol.invite import Invite, InviteError
+
+HIDDEN = "(hidden)"
+SHORTEST = 4
+"""Characters of a value that is looked for: one that is shorter would blacken every second word."""
+NAMES = re.compile(r"TOKEN|SECRET|PASS|KEY|CREDENTIAL", re.IGNORECASE)
+"""Environment variables whose values are taken for secrets, whoever reads them."""
+# bounded repetitions: a log may hold megabytes of one letter
+FORMS: Sequence[tuple[re.Pattern[str], str]] = (
+    (re.compile(r"shoal:[A-Za-z0-9_-]{16,}={0,2}", re.IGNORECASE), f"shoal:{HIDDEN}"),
+    (re.compile(r"(?i)(\bbearer\s+)[^\s\"',;]+"), rf"\1{HIDDEN}"),
+    (re.compile(r"(?i)(\b(?:set-)?cookie\b[\"']?\s*[:=]\s*)[^\n\"]+"), rf"\1{HIDDEN}"),
+    (re.compile(r"(?i)([?&](?:code|token|key|access_token)=)[^\s&\"']+"), rf"\1{HIDDEN}"),
+    (re.compile(r"(?i)(--?[\w-]{0,40}(?:key|token|secret|pass\w{0,9})[= ])[^\s\"',]+"), rf"\1{HIDDEN}"),
+    (re.compile(r"(\b\w{1,15}://)[^\s/@\"']+@"), rf"\1{HIDDEN}@"),
+    (re.compile(r"\bhf_[A-Za-z0-9]{16,}"), HIDDEN),
+)
+
+
+def values(home: Home, environment: Mapping[str, str] = os.environ) -> list[str]:
+    """Every secret of a home and of this process in the forms in which a text may have it, longest first."""
+    found = {value for name, value in environment.items() if NAMES.search(name)}
+    found.add(home.passphrase or "")
+    found.update(invite_forms(environment.get("SHOAL_JOIN", "")))
+    for path in (home.token_path, home.invite_path, home.identity_path):
+        try:
+            content = path.read_text(errors="replace").strip()
+        except OSError:
+            continue
+        found.add(content)
+        if path == home.invite_path:
+            found.update(invite_forms(content))
+        if path == home.identity_path:
+            found.update(key_forms(content))
+    return sorted((value for value in found if len(value) >= SHORTEST), key=len, reverse=True)
+
+
+def invite_forms(link: str) -> set[str]:
+    """The key of a private network, if the invite has one."""
+    try:
+        psk = Invite.parse(link).psk
+    except InviteError:
+        return set()
+    return forms(psk) if psk is not None else set()
+
+
+def key_forms(content: str) -> set[str]:
+    """The key in an identity file, encrypted or not."""
+    try:
+        key = json.loads(content)["key"]
+        return {key, *forms(base64.b64decode(key))}
+    except (ValueError, KeyError, TypeError):
+        return set()
+
+
+def forms(secret: bytes) -> set[str]:
+    """A byte string as text."""
+    encoded = {base64.b64encode(secret).decode(), base64.urlsafe_b64encode(secret).decode()}
+    return {secret.hex(), secret.hex().upper(), repr(secret)[2:-1], *encoded, *(text.rstrip("=") for text in encoded)}
+
+
+def scrub(text: str, secrets: Sequence[str]) -> str:
+    """The text without them."""
+    for secret in secrets:
+        text = text.replace(secret, HIDDEN)
+        text = text.replace(json.dumps(secret)[1:-1], HIDDEN)  # as a JSON string has it
+    for form, instead in FORMS:
+        text = form.sub(instead, text)
+    return text

@@ -1,0 +1,67 @@
+"""docs/metrics.md and docs/alerts.yml against what a node tells."""
+
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import yaml
+
+from node.view import DaemonView
+from protocol.rejection import Reason
+from web.probes import EXCHANGE_TROUBLE, HELP, trouble
+
+DOCS = Path(__file__).parents[2] / "docs"
+NAME = re.compile(r"\bshoal_[a-z_]+")
+
+
+class Everything(dict[str, Any]):
+    """A step record that has every number."""
+
+    def get(self, key: str, default: Any = None) -> Any:
+        return 1.0
+
+
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """Names of all that /metrics can say: of a node with peers, a scorer and a teacher."""
+    counts = {"published": 1, "fetched": 1, "admitted": 1, "rejected": {"stale": 1}, "trained_foreign": 1}
+    status = {
+        "step": 1, "peers": 1, "state": "TRAINING", "reward": 0.5, "held_out": 0.5, "tokens_per_second": 1.0,
+        "last_step_age": 1.0, "rss_mb": 1.0, "uptime": 1.0, "memory": {"weights": 1}, "stages": {"update": 1.0},
+        "groups": {**counts, **dict.fromkeys(EXCHANGE_TROUBLE, 0)},
+    }  # fmt: skip
+    monkeypatch.setattr(DaemonView, "status", lambda self: status)
+    stats = SimpleNamespace(bytes_in=1, bytes_out=1, dropped_events=0, dropped_publishes=0)
+    node: Any = SimpleNamespace(
+        history=SimpleNamespace(last_step=lambda: Everything(step=1)),
+        transport=SimpleNamespace(stats=lambda: stats),
+        scorer=SimpleNamespace(answers=1, failures=0, restarts=0, turned_away=0),
+    )
+    samples = {**DaemonView(node).metrics(), **trouble(status["groups"])}  # type: ignore[arg-type]
+    return {name.partition("{")[0] for name in samples}
+
+
+def test_every_metric_is_documented_and_none_besides(told: set[str]) -> None:
+    text = (DOCS / "metrics.md").read_text()
+    rows = [line.split("|")[1].strip(" `") for line in text.splitlines() if line.startswith("| `")]
+    assert sorted(rows) == sorted(told)
+    assert set(rows) == set(HELP)
+    for name in EXCHANGE_TROUBLE:
+        assert name in text
+
+
+def test_alerts_use_what_there_is(told: set[str]) -> None:
+    (group,) = yaml.safe_load((DOCS / "alerts.yml").read_text())["groups"]
+    names = [rule["alert"] for rule in group["rules"]]
+    assert len(set(names)) == len(names) == 12
+    for rule in group["rules"]:
+        assert set(rule) <= {"alert", "expr", "for", "labels", "annotations"}
+        assert rule["labels"]["severity"] in ("warning", "critical")
+        assert set(rule["annotations"]) == {"summary", "fix"}
+        used = set(NAME.findall(rule["expr"]))
+        assert used <= told, rule["alert"]
+        assert used or rule["alert"] == "ShoalDown"
+        for label, value in re.findall(r'(\w+)!?="(\w+)"', rule["expr"]):
+            assert (label, value) == ("job", "shoal") or value in (*Reason, *EXCHANGE_TROUBLE)
