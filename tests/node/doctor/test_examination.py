@@ -118,6 +118,10 @@ def test_disk_against_what_checkpoints_take(
     CheckpointStore(home.checkpoints, 2).save(5, lambda to: (to / "weights").write_bytes(b"x" * (8 << 20)) and None, {})
     (full,) = stored.disk(node)  # 8 MB and 64 MB of margin, of 70 MB
     assert (full.verdict, full.fix.startswith("free some disk")) == ("fail", True)
+    free[0] = 100 << 30
+    limits = Config.model_validate({"limits": {"disk_mb": 4}}).limits
+    (over,) = stored.disk(replace(node, config=node.config.model_copy(update={"limits": limits})))
+    assert (over.verdict, "more than limits.disk_mb = 4" in over.said) == ("fail", True)
 
 
 def test_the_command_tells_verdicts_and_exits_by_them(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
