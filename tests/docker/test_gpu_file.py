@@ -48,7 +48,8 @@ def test_the_server_has_what_the_node_asks_for(gpu: Any) -> None:
 def test_both_see_the_weights_at_the_same_path(gpu: Any) -> None:
     node, model, server = (gpu["services"][name] for name in ("node", "model", "vllm"))
     assert node["environment"]["SHOAL_ENGINE_WEIGHTS_DIR"] == "/weights"
-    assert node["volumes"] == model["volumes"] == ["weights:/weights"]
+    assert node["volumes"] == ["weights:/weights"]
+    assert model["volumes"] == ["home:/data:ro", "weights:/weights"]
     assert server["volumes"] == ["weights:/weights:ro"]
     assert f"--model={model['command'][-1]}" in server["command"]
     assert server["depends_on"]["model"]["condition"] == "service_completed_successfully"
