@@ -5,7 +5,7 @@ import subprocess
 
 import pytest
 
-from tests.docker.project import CALL_SECONDS, NETS
+from tests.docker.project import CALL_SECONDS, PROJECTS
 
 
 @pytest.fixture(scope="session")
@@ -13,7 +13,7 @@ def engine() -> None:
     """Skips where no Docker answers. Takes away what a run that was killed left: it holds ports and subnets."""
     if shutil.which("docker") is None or subprocess.run(["docker", "version"], capture_output=True).returncode:
         pytest.skip("no container engine answers; see `make test-docker`")
-    for name in NETS:
+    for name in PROJECTS:
         # without files: by the labels of what is there
         subprocess.run(
             ["docker", "compose", "-p", name, "down", "--volumes", "--remove-orphans"],

@@ -1,4 +1,4 @@
-"""A node and a vLLM server in containers: the wiring of docker/gpu.yml, with vLLM's CPU build in the engine's place."""
+"""A node and a vLLM server in containers, wired as in docker-compose.yml; in the engine's place vLLM's CPU build."""
 
 from collections.abc import Iterator
 
@@ -6,7 +6,7 @@ import pytest
 
 from tests.docker.project import BUILD_SECONDS, Project
 
-FILES = ("docker-compose.yml", "docker/gpu.yml", "docker/compose.test.yml", "docker/compose.vllm-cpu.yml")
+FILES = ("docker-compose.yml", "docker/compose.test.yml", "docker/compose.vllm-cpu.yml")
 START_SECONDS = 1800.0
 
 pytestmark = pytest.mark.docker
