@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[2]
 PROJECTS = {
     "shoal-test-peer": ("172.31.76", 18421),
     "shoal-test": ("172.31.77", 18420),
-    "shoal-vllm-test": ("172.31.78", 18422),
+    "shoal-test-vllm": ("172.31.78", 18422),
 }
 """The projects of these tests: the /24 of each one's networks (no two may overlap on one engine), and its page's port.
 

@@ -57,6 +57,7 @@ def test_a_container_has_no_more_than_it_needs(node: Project) -> None:
 
 
 def test_two_nodes_train_on_what_each_other_tried(node: Project) -> None:
+    node.until(lambda status: True, STEP_SECONDS)  # it is up: its invite has its addresses
     invite = node.shoal("swarm", "invite")["invite"]
     peer = Project("shoal-test-peer", *FILES, "docker/compose.peer.yml", join=invite)
     try:

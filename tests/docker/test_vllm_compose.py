@@ -14,7 +14,7 @@ pytestmark = pytest.mark.docker
 
 @pytest.fixture(scope="module")
 def node(engine: None) -> Iterator[Project]:
-    project = Project("shoal-vllm-test", *FILES)
+    project = Project("shoal-test-vllm", *FILES)
     project.compose("build", timeout=BUILD_SECONDS)
     try:
         project.compose("up", "-d", timeout=START_SECONDS)  # returns once the server is healthy
@@ -31,5 +31,5 @@ def test_a_node_trains_on_what_the_server_samples(node: Project) -> None:
 
     details = node.inspect("vllm")
     assert not details["HostConfig"]["PortBindings"]
-    assert list(details["NetworkSettings"]["Networks"]) == ["shoal-vllm-test_engine"]
+    assert list(details["NetworkSettings"]["Networks"]) == ["shoal-test-vllm_engine"]
     assert [mount["RW"] for mount in details["Mounts"] if mount["Destination"] == "/weights"] == [False]
