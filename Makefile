@@ -14,11 +14,13 @@ run: $(STAMP)
 test: $(STAMP)
 	$(BIN)/python -m pytest -m "not interop and not docker and not gpu"
 
-check: $(STAMP)
+check: $(STAMP) $(VENV)/.containers-installed
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/vulture
+	$(BIN)/hadolint docker/Dockerfile docker/*.Dockerfile
+	$(BIN)/check-jsonschema --builtin-schema vendor.compose-spec docker-compose.yml
 	$(BIN)/python -m pytest -q tests/test_import_rule.py
 
 test-interop: $(STAMP) $(VENV)/.trl-installed
@@ -41,6 +43,10 @@ format: $(STAMP)
 
 bench: $(VENV)/.trl-installed
 	@for name in step rollout exchange scorer train memory routing; do $(BIN)/shoal bench $$name || exit 1; done
+
+$(VENV)/.containers-installed: $(STAMP)
+	$(BIN)/python -m pip install -q -c constraints.txt --group containers
+	touch $@
 
 $(VENV)/.trl-installed: $(STAMP)
 	$(BIN)/python -m pip install -q -c constraints.txt -e ".[trl,lora]"

@@ -1,4 +1,4 @@
-# The real vLLM on a CPU, in the place of the upstream image of docker/gpu.yml: for tests.
+# The real vLLM on a CPU, in the place of the upstream image of docker-compose.yml: for tests.
 FROM python:3.11-slim
 # hadolint ignore=DL3008
 RUN apt-get update \

@@ -1,86 +1,99 @@
-"""`docker compose up` as a user runs it: one node, no terminal, no variable. Needs an engine (`make test-docker`)."""
+"""`docker compose up` as a user without a GPU runs it: no terminal, no variable. Needs an engine (`make test-docker`).
+
+The tests follow one node from its first step to its stop; each can be run alone.
+"""
 
 import json
-import os
-import shutil
 import subprocess
 import time
 import urllib.request
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).parent.parent.parent
-COMPOSE = ("docker", "compose", "-p", "shoal-test", "-f", "docker-compose.yml", "-f", "docker/compose.test.yml")
-BUILD_SECONDS = 1800.0
-STEP_SECONDS = 600.0
+from tests.docker.project import BUILD_SECONDS, Project
+
+FILES = ("docker-compose.yml", "docker/cpu.yml", "docker/compose.test.yml")
+STEP_SECONDS = 900.0
+HEALTH_SECONDS = 300.0
+TO_THE_NODE = "import json, os, signal; os.kill(json.load(open('/data/daemon.json'))['pid'], signal.{})"
 
 pytestmark = pytest.mark.docker
 
 
-def compose(*arguments: str, timeout: float = 120.0) -> str:
-    done = subprocess.run(
-        [*COMPOSE, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=timeout, stdin=subprocess.DEVNULL
-    )
-    assert done.returncode == 0, f"{arguments}: {done.stdout[-2000:]}{done.stderr[-2000:]}"
-    return done.stdout
-
-
-def shoal(*arguments: str) -> Any:
-    return json.loads(compose("exec", "-T", "node", "shoal", *arguments, "--json"))
-
-
-def until_step(step: int) -> dict[str, Any]:
-    deadline = time.monotonic() + STEP_SECONDS
-    status: dict[str, Any] = {}
-    while time.monotonic() < deadline:
-        try:
-            status = shoal("status")
-        except AssertionError:  # the daemon is not up yet
-            time.sleep(2)
-            continue
-        if status["step"] >= step:
-            return status
-        assert status["state"] != "FAILED", status
-        time.sleep(2)
-    raise AssertionError(f"step {step} not reached in {STEP_SECONDS:.0f} s: {status}\n{compose('logs')[-3000:]}")
-
-
 @pytest.fixture(scope="module")
-def node() -> Iterator[None]:
-    if shutil.which("docker") is None or subprocess.run(["docker", "version"], capture_output=True).returncode:
-        pytest.skip("no container engine answers; see `make test-docker`")
-    compose("build", timeout=BUILD_SECONDS)
-    compose("down", "--volumes")
-    compose("up", "-d")
-    yield
-    compose("down", "--volumes")
+def node(engine: None) -> Iterator[Project]:
+    project = Project("shoal-test", *FILES)
+    project.compose("build", timeout=BUILD_SECONDS)
+    try:
+        project.compose("up", "-d")
+        yield project
+    finally:
+        project.down()
 
 
-def test_a_node_trains_is_healthy_and_resumes_after_a_kill(node: None) -> None:
-    status = until_step(1)
+def test_a_node_trains_and_is_healthy(node: Project) -> None:
+    status = node.until_step(1, STEP_SECONDS)
     assert status["model"] == "SmolLM2-135M-Instruct"
-    with urllib.request.urlopen("http://127.0.0.1:18420/readyz", timeout=10) as answer:
+    with urllib.request.urlopen(f"http://127.0.0.1:{node.port}/readyz", timeout=10) as answer:
         assert json.load(answer)["ready"] is True
-    (container,) = json.loads(f"[{compose('ps', '--format', 'json').strip().replace(os.linesep, ',')}]")
-    details = json.loads(subprocess.check_output(["docker", "inspect", container["ID"]], timeout=30))[0]
-    assert details["HostConfig"]["ReadonlyRootfs"]
-    assert details["Config"]["User"] == "shoal"
-    ports = details["NetworkSettings"]["Ports"]
-    assert [binding["HostIp"] for binding in ports["8420/tcp"]] == ["127.0.0.1"]
+    node.until_health("healthy", HEALTH_SECONDS)
 
-    subprocess.run(["docker", "kill", container["ID"]], check=True, timeout=30, capture_output=True)
-    compose("up", "-d")
-    resumed = until_step(status["step"] + 1)
+
+def test_a_container_has_no_more_than_it_needs(node: Project) -> None:
+    details = node.inspect()
+    host = details["HostConfig"]
+    assert host["ReadonlyRootfs"]
+    assert host["CapDrop"] == ["ALL"]
+    assert host["Init"]
+    assert host["RestartPolicy"]["Name"] == "unless-stopped"
+    assert details["Config"]["User"] == "1000:1000"
+    assert not details["Config"]["Tty"]
+    assert [binding["HostIp"] for binding in details["NetworkSettings"]["Ports"]["8420/tcp"]] == ["127.0.0.1"]
+    assert {mount["Destination"]: mount["Name"] for mount in details["Mounts"]} == {
+        "/data": "shoal-test_home",
+        "/cache": "shoal-test_cache",
+    }
+
+
+def test_two_nodes_train_on_what_each_other_tried(node: Project) -> None:
+    node.until(lambda status: True, STEP_SECONDS)  # it is up: its invite has its addresses
+    invite = node.shoal("swarm", "invite")["invite"]
+    peer = Project("shoal-test-peer", *FILES, "docker/compose.peer.yml", join=invite)
+    try:
+        peer.compose("up", "-d")
+        theirs = peer.until(lambda status: status["groups"]["trained_foreign"] > 0, 2 * STEP_SECONDS)
+        own = node.until(lambda status: status["groups"]["trained_foreign"] > 0, STEP_SECONDS)
+    finally:
+        peer.down()
+    assert theirs["swarm"] == own["swarm"]
+    assert theirs["peer_id"] != own["peer_id"]
+
+
+def test_health_turns_bad_when_the_node_hangs(node: Project) -> None:
+    node.until_health("healthy", STEP_SECONDS)
+    node.python(TO_THE_NODE.format("SIGSTOP"))
+    try:
+        node.until_health("unhealthy", HEALTH_SECONDS)
+    finally:
+        node.python(TO_THE_NODE.format("SIGCONT"))
+    node.until_health("healthy", HEALTH_SECONDS)
+
+
+def test_a_kill_costs_no_step(node: Project) -> None:
+    status = node.until_step(1, STEP_SECONDS)
+    subprocess.run(["docker", "kill", node.inspect()["Id"]], check=True, timeout=60, capture_output=True)
+    node.compose("up", "-d")
+    resumed = node.until_step(status["step"] + 1, STEP_SECONDS)
     assert resumed["peer_id"] == status["peer_id"]
+    done = [step["step"] for step in node.shoal("steps")]
+    assert done == list(range(1, done[-1] + 1))
 
+
+def test_a_stop_is_quick_and_says_what_is_saved(node: Project) -> None:
+    node.until_step(1, STEP_SECONDS)
     started = time.monotonic()
-    compose("stop")
+    node.compose("stop")
     assert time.monotonic() - started < 15
-    code = subprocess.check_output(
-        ["docker", "inspect", "-f", "{{.State.ExitCode}}", container["ID"]], text=True, timeout=30
-    )
-    assert code.strip() == "0"
-    assert "is saved" in compose("logs")
+    assert node.inspect()["State"]["ExitCode"] == 0
+    assert "is saved" in node.logs()
