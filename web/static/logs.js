@@ -1,0 +1,92 @@
+// What the node said, live. Bounded: the page keeps as many lines as the frame does.
+
+import { ask } from "./api.js";
+import { button, element, eventRow, icon, panel } from "./draw.js";
+import { moment, number, plural } from "./text.js";
+
+const LEVELS = [["debug", "Everything"], ["info", "Info and worse"], ["warning", "Warnings and errors"], ["error", "Errors"]];
+const RANK = { debug: 0, info: 1, warning: 2, error: 3 };
+const MAX_LINES = 2000;
+const OLDER = 200;
+
+const stamp = (at) => {
+  const day = moment(at);
+  const seconds = String(new Date(at * 1000).getSeconds()).padStart(2, "0");
+  return day === "–" ? day : `${day}:${seconds}`;
+};
+
+export const logs = {
+  title: "Logs & events",
+  short: "Logs",
+  open(body, { live }) {
+    let least = "info";
+    let text = "";
+    let following = true;
+    let missed = 0;
+    let older = [];
+    const list = element("ol", { class: "events log", tabindex: "0", role: "log", "aria-live": "off", "aria-label": "Events, newest last" });
+    const empty = element("p", { class: "empty", hidden: "" });
+    const count = element("span", { class: "quiet" });
+    const end = new AbortController();
+    const level = element("select", {}, ...LEVELS.map(([value, words]) => element("option", { value }, words)));
+    level.value = least;
+    const search = element("input", { type: "search", placeholder: "word", maxlength: "80", autocomplete: "off" });
+    const follow = button("", () => { following = !following; missed = 0; if (following) draw(); say(); }, { "aria-pressed": "true" });
+    const more = button("Load older", () => loadOlder());
+    level.addEventListener("change", () => { least = level.value; draw(); });
+    search.addEventListener("input", () => { text = search.value.trim().toLowerCase(); draw(); });
+    body.append(panel(
+      "Newest last", null,
+      element("div", { class: "filters", role: "search" }, element("label", { class: "field" }, element("span", {}, "Level"), level), element("label", { class: "field wide" }, element("span", {}, "Contains"), search), follow),
+      element("p", { class: "row log-more" }, more, count),
+      list, empty,
+      element("p", { class: "quiet small" }, "The whole log, with what is no event: ", element("code", {}, "shoal logs -f"), "."),
+    ));
+
+    const wanted = (event) => (RANK[event.level] ?? 1) >= RANK[least] && (!text || `${event.kind} ${event.message}`.toLowerCase().includes(text));
+    const kept = () => [...older, ...live.events].slice(-MAX_LINES);
+    function say() {
+      follow.setAttribute("aria-pressed", String(following));
+      follow.replaceChildren(icon(following ? "pause" : "play"), following ? "Hold" : missed ? `Follow (${number(missed)} new)` : "Follow");
+      const shown = list.children.length;
+      count.textContent = `${number(shown)} of ${plural(kept().length, "event")} shown`;
+      empty.hidden = shown > 0;
+      list.hidden = shown === 0;
+      empty.textContent = kept().length ? "Nothing like that among these. Change the level or the word, or load older ones." : "Nothing has happened yet.";
+      const first = kept()[0]?.id ?? 1;
+      more.hidden = first <= 1 || kept().length >= MAX_LINES;
+    }
+    function draw() {
+      list.replaceChildren(...kept().filter(wanted).map((event) => eventRow(event, stamp(event.at))));
+      say();
+      if (following) list.scrollTop = list.scrollHeight;
+    }
+    async function loadOlder() {
+      more.disabled = true;
+      const first = kept()[0].id;
+      try {
+        const after = Math.max(0, first - 1 - OLDER);
+        const found = await ask(`events?after=${after}&limit=${OLDER}`, end.signal);
+        older = [...found.filter((event) => event.id < first), ...older].slice(0, MAX_LINES);
+        const height = list.scrollHeight;
+        following = false;
+        draw();
+        list.scrollTop += list.scrollHeight - height;
+      } catch (error) {
+        if (!end.signal.aborted) live.failed(error);
+      }
+      more.disabled = false;
+    }
+    draw();
+    return {
+      event(event) {
+        if (!following) { missed += 1; say(); return; }
+        if (wanted(event)) list.append(eventRow(event, stamp(event.at)));
+        while (list.children.length > MAX_LINES) list.firstChild.remove();
+        if (list.children.length) { say(); list.scrollTop = list.scrollHeight; }
+      },
+      events() { older = []; draw(); },
+      close: () => end.abort(),
+    };
+  },
+};
