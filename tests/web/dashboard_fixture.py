@@ -138,7 +138,7 @@ class Dashboard:
                 {"role": "user", "content": self.text(f'How many times does the letter "e" appear in "{word}"?')},
             ],
             "completions": [
-                self.completion(draw.choice(answers) if reward < 1 else answers[2], reward, i)
+                self.completion(f"{3 + row % 8}, I think." if i == 6 else draw.choice(answers[:3]) if reward < 1 else answers[2], reward, i)
                 for i, reward in enumerate(group["rewards"])
             ],
         }  # fmt: skip

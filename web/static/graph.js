@@ -44,11 +44,11 @@ export function peerGraph(graph, chosen) {
   const edges = graph.edges.slice(0, 4 * MAX_NODES).filter((edge) => at.has(edge.from) && at.has(edge.to)).map((edge) => {
     const [[x1, y1], [x2, y2]] = [at.get(edge.from), at.get(edge.to)];
     const width = edge.kind === "groups" ? 1 + 4 * Math.sqrt(edge.weight / most) : 1;
-    return shape("line", { x1, y1, x2, y2, class: edge.kind === "groups" ? "given" : "wire", "stroke-width": width.toFixed(1) });
+    return shape("line", { x1, y1, x2, y2, class: edge.kind === "groups" ? "given" : "wire", "stroke-width": width.toFixed(1), "stroke-opacity": edge.kind === "groups" ? (0.08 + 0.6 * Math.sqrt(edge.weight / most)).toFixed(2) : 1 });
   });
   const dots = others.map((node) => {
     const [cx, cy] = at.get(node.peer_id);
-    const r = 5 + Math.min(7, Math.log10(1 + (node.admitted ?? 0)) * 2);
+    const r = 4 + Math.min(7, Math.log10(1 + (node.admitted ?? 0)) * 2);
     const title = shape("title", {}, `${shortPeer(node.peer_id)}${node.connected ? "" : ", not connected"}, reputation ${number(node.reputation, 2)}, ${plural(node.admitted ?? 0, "group")} admitted`);
     return shape("circle", { cx, cy, r: r.toFixed(1), class: node.connected ? "" : "known", "data-tone": reputationTone(node.reputation), "data-peer": line(node.peer_id, 80) }, title);
   });

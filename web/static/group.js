@@ -7,6 +7,7 @@ import { line, mean, moment, number, shortPeer, shown } from "./text.js";
 import { verdictWords } from "./words.js";
 
 const MAX_TEXT = 6000;
+const LONG = 240;
 const MAX_PIECES = 3000;
 const CARDS = 8;
 const MAX_CARDS = 64;
@@ -33,9 +34,14 @@ function heat(logprob) {
   return step < 0 ? STEPS.length : step;
 }
 
+// Text that may be long scrolls in itself, and is then a stop for the keyboard.
+function quoted(text) {
+  return element("pre", { dir: "auto", tabindex: text.length > LONG ? "0" : null }, text);
+}
+
 // Neighbours of one step become one element, so that long answers stay light.
 function heated(pieces) {
-  const text = element("pre", { dir: "auto" });
+  const text = element("pre", { dir: "auto", tabindex: pieces.length > LONG / 8 ? "0" : null });
   let run = "";
   let step = null;
   const put = () => {
@@ -56,7 +62,7 @@ function heated(pieces) {
 function card(completion, i, hot) {
   const claimed = typeof completion.reward === "number" && completion.claimed !== completion.reward ? `claimed ${number(completion.claimed, 2)}` : "";
   const parts = Object.entries(completion.parts ?? {}).filter(([name]) => name !== "reward").slice(0, 8);
-  const text = hot && completion.pieces ? heated(completion.pieces) : element("pre", { dir: "auto" }, shown(completion.text, MAX_TEXT));
+  const text = hot && completion.pieces ? heated(completion.pieces) : quoted(shown(completion.text, MAX_TEXT));
   const reward = completion.reward ?? completion.claimed;
   return element(
     "article", { class: "answer", "data-tone": reward >= 0.5 ? "good" : "quiet" },
@@ -85,14 +91,14 @@ function column(group, elsewhere) {
     element("h3", {}, producer(group), element("span", { class: "quiet" }, ` mean ${number(mean(group.rewards), 2)}`)),
     element("ol", {}, ...answers.map(([text, { count, reward }]) => element(
       "li", { class: elsewhere.has(text) ? "" : "differs" },
-      element("pre", { dir: "auto" }, shown(text, 600)),
-      element("p", { class: "small quiet" }, `${number(count)} times, reward ${number(reward, 2)}`, elsewhere.has(text) ? null : element("span", { class: "tag", "data-tone": "foreign" }, "only here")),
+      quoted(shown(text, 600)),
+      element("p", { class: "small quiet" }, `${count === 1 ? "once" : `${number(count)} times`}, reward ${number(reward, 2)}`, elsewhere.has(text) ? null : element("span", { class: "tag", "data-tone": "foreign" }, "only here")),
     ))),
   );
 }
 
 function siblings(group, live, end) {
-  const place = element("div", { class: "siblings" });
+  const place = element("div", { class: "siblings", tabindex: "0", role: "region", "aria-label": "Answers of this node and of peers" });
   const loaded = [group];
   const waiting = [...(group.siblings ?? [])];
   const more = button("Show more", () => load());
@@ -100,12 +106,15 @@ function siblings(group, live, end) {
   async function load() {
     more.disabled = true;
     try {
-      const next = waiting.splice(0, SIBLINGS);
+      const next = waiting.slice(0, SIBLINGS);
       loaded.push(...(await Promise.all(next.map((one) => ask(`groups/${encodeURIComponent(one.id)}`, end)))));
+      waiting.splice(0, next.length);
       const texts = loaded.map((one) => new Set((one.completions ?? []).map(answerOf)));
       place.replaceChildren(...loaded.map((one, i) => column(one, new Set(texts.flatMap((set, j) => (i === j ? [] : [...set]))))));
     } catch (error) {
-      if (!end.aborted) live.failed(error);
+      if (end.aborted) return;
+      if (loaded.length === 1) place.replaceChildren(element("p", { class: "empty" }, "Their answers could not be loaded."));
+      live.failed(error);
     }
     more.disabled = false;
     more.hidden = waiting.length === 0;
@@ -136,18 +145,18 @@ function draw(body, group, live, end) {
   };
   hot.addEventListener("change", drawCards);
   drawCards();
-  const turns = (group.prompt ?? []).slice(0, 32).map((message) => element("div", { class: `turn ${message.role === "user" ? "user" : ""}` }, element("h3", {}, line(message.role, 40)), element("pre", { dir: "auto" }, shown(message.content, MAX_TEXT))));
+  const turns = (group.prompt ?? []).slice(0, 32).map((message) => element("div", { class: `turn ${message.role === "user" ? "user" : ""}` }, element("h3", {}, line(message.role, 40)), quoted(shown(message.content, MAX_TEXT))));
   body.replaceChildren(
     element("p", {}, element("a", { class: "row back", href: "#/groups" }, icon("back"), "All groups")),
     panel(
-      [line(group.environment, 60)], verdictTag(group.verdict),
+      [element("bdi", {}, line(group.environment, 60))], verdictTag(group.verdict),
       element("p", { class: "lead" }, meaning || "What it means is not known here."),
       group.detail ? element("p", { class: "why" }, line(group.detail, 400)) : null,
       facts("figures", [
         ["From", producer(group)],
         ["Mean reward", number(mean(group.rewards), 2)],
         ["Answers", number(completions.length)],
-        ["Used in updates", typeof group.uses === "number" ? `${number(group.uses)} times` : null],
+        ["Used in updates", ["not yet", "once", "twice"][group.uses] ?? (typeof group.uses === "number" ? `${number(group.uses)} times` : null)],
         ["Epoch", number(group.epoch)],
         ["Arrived", moment(group.at)],
       ]),
@@ -169,5 +178,5 @@ export function openGroup(body, { live, rest }) {
     live.failed(error);
   });
   once.soon();
-  return { close: () => once.close() };
+  return { title: `Group ${line(rest, 64).slice(0, 8)}`, close: () => once.close() };
 }

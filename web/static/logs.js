@@ -24,7 +24,8 @@ export const logs = {
     let following = true;
     let missed = 0;
     let older = [];
-    const list = element("ol", { class: "events log", tabindex: "0", role: "log", "aria-live": "off", "aria-label": "Events, newest last" });
+    const list = element("ol", { class: "events" });
+    const view = element("div", { class: "log", tabindex: "0", role: "log", "aria-live": "off", "aria-label": "Events, newest last" }, list);
     const empty = element("p", { class: "empty", hidden: "" });
     const count = element("span", { class: "quiet" });
     const end = new AbortController();
@@ -39,7 +40,7 @@ export const logs = {
       "Newest last", null,
       element("div", { class: "filters", role: "search" }, element("label", { class: "field" }, element("span", {}, "Level"), level), element("label", { class: "field wide" }, element("span", {}, "Contains"), search), follow),
       element("p", { class: "row log-more" }, more, count),
-      list, empty,
+      view, empty,
       element("p", { class: "quiet small" }, "The whole log, with what is no event: ", element("code", {}, "shoal logs -f"), "."),
     ));
 
@@ -51,7 +52,7 @@ export const logs = {
       const shown = list.children.length;
       count.textContent = `${number(shown)} of ${plural(kept().length, "event")} shown`;
       empty.hidden = shown > 0;
-      list.hidden = shown === 0;
+      view.hidden = shown === 0;
       empty.textContent = kept().length ? "Nothing like that among these. Change the level or the word, or load older ones." : "Nothing has happened yet.";
       const first = kept()[0]?.id ?? 1;
       more.hidden = first <= 1 || kept().length >= MAX_LINES;
@@ -59,7 +60,7 @@ export const logs = {
     function draw() {
       list.replaceChildren(...kept().filter(wanted).map((event) => eventRow(event, stamp(event.at))));
       say();
-      if (following) list.scrollTop = list.scrollHeight;
+      if (following) view.scrollTop = view.scrollHeight;
     }
     async function loadOlder() {
       more.disabled = true;
@@ -68,10 +69,10 @@ export const logs = {
         const after = Math.max(0, first - 1 - OLDER);
         const found = await ask(`events?after=${after}&limit=${OLDER}`, end.signal);
         older = [...found.filter((event) => event.id < first), ...older].slice(0, MAX_LINES);
-        const height = list.scrollHeight;
+        const height = view.scrollHeight;
         following = false;
         draw();
-        list.scrollTop += list.scrollHeight - height;
+        view.scrollTop += view.scrollHeight - height;
       } catch (error) {
         if (!end.signal.aborted) live.failed(error);
       }
@@ -83,7 +84,7 @@ export const logs = {
         if (!following) { missed += 1; say(); return; }
         if (wanted(event)) list.append(eventRow(event, stamp(event.at)));
         while (list.children.length > MAX_LINES) list.firstChild.remove();
-        if (list.children.length) { say(); list.scrollTop = list.scrollHeight; }
+        if (list.children.length) { say(); view.scrollTop = view.scrollHeight; }
       },
       events() { older = []; draw(); },
       close: () => end.abort(),

@@ -58,18 +58,23 @@ function timeline(now) {
 
 // -- is it getting better --
 
-// Compares the first fifth of the run with the last: more than two standard errors apart is a change.
+// {tone, words, start, now}: `start` and `now` are means of the first and last fortieth (5 values at least); whether they
+// differ is told by fifths, more than two standard errors apart.
 export function progress(values) {
   const known = values.filter((value) => typeof value === "number");
+  const ends = (share) => { const part = Math.max(5, Math.ceil(known.length / share)); return [known.slice(0, part), known.slice(-part)]; };
+  const [start, now] = ends(40).map(mean);
+  return { start, now, ...judged(known, start, now, ends(5)) };
+}
+
+function judged(known, start, now, [first, last]) {
   if (known.length < 10) return { tone: "quiet", words: "Too early to say: it takes some tens of steps." };
-  const part = Math.ceil(known.length / 5);
-  const [first, last] = [known.slice(0, part), known.slice(-part)];
   const spread = (list) => mean(list.map((value) => (value - mean(list)) ** 2)) / list.length;
-  const [start, now] = [mean(first), mean(last)];
   const error = 2 * Math.sqrt(spread(first) + spread(last));
+  const risen = mean(last) - mean(first);
   const times = start > 0.005 ? `${number(now / start, 1)} times the start` : `from ${number(start, 2)} to ${number(now, 2)}`;
-  if (now - start > error) return { tone: "good", words: `Yes: reward is ${times}.` };
-  if (start - now > error) return { tone: "bad", words: `No: reward fell, from ${number(start, 2)} to ${number(now, 2)}.` };
+  if (risen > error) return { tone: "good", words: `Yes: reward is ${times}.` };
+  if (-risen > error) return { tone: "bad", words: `No: reward fell, from ${number(start, 2)} to ${number(now, 2)}.` };
   return { tone: "warn", words: `No clear change yet: about ${number(now, 2)}.` };
 }
 
@@ -77,7 +82,7 @@ function since(now, start, step) {
   return typeof start === "number" ? ` from ${number(start, 2)} at ${step ? `step ${number(step)}` : "the start"}` : "";
 }
 
-export function rewardPicture(series, more = {}) {
+export function rewardPicture(series) {
   if (!series || series.step.length < 2) return null;
   const { step, reward, reward_low: low, reward_high: high, evaluations } = series;
   const held = evaluations ?? { step: [], mean: [] };
@@ -88,7 +93,7 @@ export function rewardPicture(series, more = {}) {
       curve(step, smoothed(reward), "trend", { width: 3 }),
       ...(held.step.length ? [dots(held.step, held.mean, "held-out")] : []),
     ],
-    layout: { yaxis: { rangemode: "tozero" }, ...more },
+    layout: { yaxis: { rangemode: "tozero" }, xaxis: { range: [Math.min(series.first, held.step[0] ?? series.first), series.last] } },
     hover: true,
   };
 }
@@ -146,9 +151,9 @@ export const overview = {
       const { tone, parts } = hero(now);
       state.dataset.tone = tone;
       state.replaceChildren(...parts);
-      const latest = mean(series?.reward.slice(-Math.max(1, Math.ceil(series.reward.length / 40))));
+      const { start, now: latest } = progress(series?.reward ?? []);
       better.figures.replaceChildren(facts("figures", [
-        ["Reward", [number(latest ?? now.reward, 2), element("small", {}, since(latest, now.reward_start))]],
+        ["Reward", [number(latest ?? now.reward, 2), element("small", {}, since(latest, start))]],
         ["Held-out score", [number(now.held_out, 2), element("small", {}, typeof now.held_out === "number" ? since(now.held_out, now.held_out_start, now.held_out_steps?.[0]) : " measured from time to time")]],
       ]));
       lead(help.lead, helping(now, series));

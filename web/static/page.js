@@ -14,6 +14,8 @@ import { training } from "./training.js";
 import { stateWords } from "./words.js";
 
 const PAGES = { overview, training, groups, peers, swarm, logs, settings };
+const entries = Object.entries(PAGES);
+const IN_BAR = 4; // pages that a phone shows without "More"
 const MAX_EVENTS = 2000;
 const FIRST_EVENTS = 200;
 const SILENT_MS = 3000;
@@ -92,17 +94,26 @@ function route() {
     if (link.dataset.page === key) link.setAttribute("aria-current", "page");
     else link.removeAttribute("aria-current");
   }
-  say("title", PAGES[key].title);
+  byId("more").classList.toggle("here", entries.findIndex(([one]) => one === key) >= IN_BAR);
   const body = element("div", { class: `body ${key}`, id: "body" });
   byId("body").replaceWith(body);
-  open = PAGES[key].open(body, { live, query: new URLSearchParams(query), rest: decodeURIComponent(rest.join("/")) });
+  open = PAGES[key].open(body, { live, query: new URLSearchParams(query), rest: plain(rest.join("/")) });
+  say("title", open.title ?? PAGES[key].title);
   if (first) return;
   scrollTo(0, 0);
   byId("title").focus({ preventScroll: true });
 }
 
+// What an address says, where it is encoded as it should be.
+function plain(text) {
+  try {
+    return decodeURIComponent(text);
+  } catch {
+    return text;
+  }
+}
+
 function drawFrame() {
-  const entries = Object.entries(PAGES);
   byId("links").replaceChildren(
     ...entries.map(([key, page]) => element("li", {}, element("a", { href: `#/${key}`, "data-page": key }, icon(key), page.short ?? page.title))),
   );

@@ -7,16 +7,17 @@ import { Refresh } from "./refresh.js";
 import { ago, counts, line, number, plural, shortPeer } from "./text.js";
 
 const PAGE = 50;
+const MOST = 8;
 const REFRESH_MS = 5000;
 const SEARCH_MS = 300;
 // column: title, what the node sorts by
-const COLUMNS = [["Peer", "peer_id"], ["Model"], ["Way"], ["Reputation", "reputation"], ["Admitted", "admitted"], ["Learned from"], ["Refused", "rejected"], ["Last seen", "last_seen"]];
+const COLUMNS = [["Peer", "peer_id"], ["Model"], ["Connection"], ["Reputation", "reputation"], ["Admitted", "admitted"], ["Learned from"], ["Refused", "rejected"], ["Last seen", "last_seen"]];
 const NUMBERS = new Set(["Admitted", "Learned from"]);
 
 function row(peer) {
   const id = line(peer.peer_id, 80);
   const refused = counts(peer.rejected).replaceAll("_", " ");
-  const way = peer.connected ? [peer.direction === "inbound" ? "it called" : peer.direction === "outbound" ? "called by us" : "connected", typeof peer.latency_ms === "number" ? `${number(peer.latency_ms)} ms` : ""].filter(Boolean).join(", ") : "not connected";
+  const way = peer.connected ? [line(peer.direction ?? "connected", 20), typeof peer.latency_ms === "number" ? `${number(peer.latency_ms)} ms` : ""].filter(Boolean).join(", ") : "none";
   return element(
     "tr", { "data-key": id },
     element(
@@ -31,8 +32,20 @@ function row(peer) {
     element("td", { class: "number", "data-label": "admitted" }, number(peer.admitted)),
     element("td", { class: "number", "data-label": "learned from" }, number(peer.trained)),
     element("td", { "data-label": "refused" }, element("span", { class: "clip", title: refused }, refused || "none")),
-    element("td", { class: "quiet" }, ago(peer.last_seen)),
+    element("td", { class: "quiet" }, peer.connected ? "now" : ago(peer.last_seen)),
   );
+}
+
+// Those whose groups this node learned most from.
+function helpful(graph) {
+  const given = graph.edges.filter((edge) => edge.kind === "groups").sort((a, b) => b.weight - a.weight).slice(0, MOST);
+  if (!given.length) return [];
+  const item = ({ from, weight }) => {
+    const bar = element("i");
+    bar.style.width = `${(100 * weight) / given[0].weight}%`;
+    return element("li", {}, element("a", { class: "mono", href: `#/groups?producer=${encodeURIComponent(line(from, 80))}` }, shortPeer(from)), element("span", { class: "meter", "data-tone": "foreign", "aria-hidden": "true" }, bar), element("span", {}, number(weight)));
+  };
+  return [element("h3", {}, "Learned from most"), element("p", { class: "quiet small" }, "Groups of theirs that went into updates here."), element("ol", {}, ...given.map(item))];
 }
 
 export const peers = {
@@ -43,6 +56,7 @@ export const peers = {
     let typing = null;
     const lead = element("p", { class: "lead" });
     const picture = element("div", { class: "graph-holder" });
+    const best = element("div", { class: "best" });
     const table = element("tbody");
     const empty = element("p", { class: "empty", hidden: "" });
     const where = element("span");
@@ -74,10 +88,10 @@ export const peers = {
       }
     };
     sortHeads();
-    const scroll = element("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Peers" }, element("table", { class: "rows" }, element("thead", {}, element("tr", {}, ...heads)), table));
+    const scroll = element("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Peers" }, element("table", { class: "rows dense" }, element("thead", {}, element("tr", {}, ...heads)), table));
     body.append(
       lead,
-      panel("Around this node", null, picture, graphKeys()),
+      panel("Around this node", null, element("div", { class: "around" }, element("div", {}, picture, graphKeys()), best)),
       panel("All peers", null, element("div", { class: "filters", role: "search" }, element("label", { class: "field wide" }, element("span", {}, "Search"), search)), scroll, empty, element("div", { class: "pager" }, where, element("span", { class: "row" }, previous, next))),
     );
 
@@ -102,6 +116,7 @@ export const peers = {
       if (said === drawn) return;
       drawn = said;
       picture.replaceChildren(found.nodes.length > 1 ? peerGraph(found, (id) => { search.value = id; find(id); }) : element("p", { class: "empty" }, "Nobody but this node yet."));
+      best.replaceChildren(...helpful(found));
     }, REFRESH_MS, live.failed);
     list.soon();
     graph.soon();

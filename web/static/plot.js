@@ -102,13 +102,14 @@ export class Chart {
   }
 
   #layout({ xaxis, yaxis, ...rest }) {
-    const axis = { gridcolor: colour("line"), zerolinecolor: colour("line"), linecolor: colour("line"), automargin: true, ticks: "", tickfont: { color: colour("quiet"), size: SMALL } };
+    const axis = { gridcolor: colour("line"), zerolinecolor: colour("line"), linecolor: colour("line"), automargin: true, ticks: "", tickangle: 0, tickfont: { color: colour("quiet"), size: SMALL } };
+    const wide = this.width > 480;
     return {
       height: this.height, width: this.width, margin: { l: 36, r: 8, t: 8, b: 24 }, showlegend: false,
       paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", hovermode: "x unified", dragmode: this.zoomed ? "zoom" : false,
       font: { family: "system-ui, sans-serif", size: SMALL, color: colour("ink") },
       hoverlabel: { bgcolor: colour("surface"), bordercolor: colour("line"), font: { color: colour("ink"), size: SMALL } },
-      xaxis: { ...axis, showgrid: false, tickformat: ",d", nticks: 6, hoverformat: ",d", ...xaxis },
+      xaxis: { ...axis, showgrid: false, zeroline: false, tickformat: "~s", nticks: wide ? 8 : 6, hoverformat: ",d", ...xaxis },
       yaxis: { ...axis, fixedrange: true, nticks: 5, zeroline: false, ...yaxis },
       ...rest,
     };

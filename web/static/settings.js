@@ -3,7 +3,7 @@
 import { ask, Refused, send } from "./api.js";
 import { button, element, panel } from "./draw.js";
 import { Refresh } from "./refresh.js";
-import { line, number, shown } from "./text.js";
+import { line, number, plural, shown } from "./text.js";
 
 const SECTIONS = {
   limits: ["Limits", "When it trains, and what it may take of this machine and its network."],
@@ -19,6 +19,8 @@ const SECTIONS = {
   checkpoint: ["Checkpoints", "How often and how many."],
 };
 const FIRST = ["limits.quiet_hours", "limits.hours_per_day", "limits.upload_kbps", "limits.download_kbps", "limits.disk_mb", "limits.gpu_memory_share"];
+
+const OPEN = new Set(["limits"]);
 
 const told = (value) => (Array.isArray(value) ? value.join(", ") : value === "" ? "empty" : String(value));
 
@@ -108,6 +110,7 @@ export const settings = {
       const words = search.value.trim().toLowerCase();
       for (const one of all) one.made.hidden = words !== "" && !`${one.key} ${one.key.replaceAll("_", " ")} ${one.entry.help}`.toLowerCase().includes(words);
       for (const section of sections.children) section.hidden = !section.querySelector(".setting:not([hidden])") && (words !== "" || section.querySelector(".setting"));
+      for (const section of sections.querySelectorAll("details")) section.open = words !== "" || OPEN.has(section.dataset.name);
       none.hidden = [...sections.children].some((section) => !section.hidden);
     }
     async function write() {
@@ -143,7 +146,12 @@ export const settings = {
         if (!here.length) continue;
         all.push(...here);
         const [title, words] = SECTIONS[name] ?? [line(name, 40), ""];
-        sections.append(panel(title, null, element("p", { class: "quiet" }, words), ...here.map((one) => one.made)));
+        const changed = here.filter((one) => one.entry.source !== "default").length;
+        sections.append(element(
+          "details", { class: "panel", "data-name": name },
+          element("summary", {}, element("h2", {}, title), element("span", { class: "quiet" }, words), element("span", { class: "small quiet" }, `${plural(here.length, "setting")}${changed ? `, ${number(changed)} set` : ""}`)),
+          ...here.map((one) => one.made),
+        ));
         if (name === "limits") sections.append(backup());
       }
       filter();

@@ -86,8 +86,9 @@ export const swarm = {
         ),
         invitation(found),
         environments(found),
+        element("div", { class: "two" },
         panel("Coordinator", null, element("p", { class: found.coordinator ? "" : "quiet" }, found.coordinator ? line(found.coordinator.name ?? found.coordinator, 120) : "There is none, and none is needed: members agree on the manifest above, choose tasks from it and the time, and check what they get themselves.")),
-        panel("Caps", null, element("p", { class: "quiet" }, "What every member holds others' groups to."), facts("facts", caps)),
+        panel("Caps", null, element("p", { class: "quiet" }, "What every member holds others' groups to."), facts("facts", caps))),
       );
       tick();
     }

@@ -9,16 +9,18 @@ import { line, mean, number, plural } from "./text.js";
 import { MEASURES } from "./words.js";
 
 const SERIES_MS = 2000;
-const RANGES = [["Whole run", null], ["Last 1,000", 1000], ["Last 100", 100]];
+const RANGES = [["All", null], ["Last 1,000", 1000], ["Last 100", 100]];
 const MAX_ENVIRONMENTS = 24;
 
-function small(title, meaning, worry, height = 120) {
+// A measure by itself: its latest value, what it is and what would be worrying, its curve.
+function small(title, meaning, worry, height = 112) {
   const chart = new Chart({ height, label: title, empty: "Nothing measured yet." });
   const value = element("strong");
   const made = element(
     "section", { class: "panel small-multiple" },
     element("header", {}, element("h3", {}, title), value),
-    element("p", { class: "quiet small" }, meaning, worry ? element("span", { class: "worry" }, ` Worrying: ${worry}`) : null),
+    meaning ? element("p", { class: "quiet small" }, meaning) : null,
+    worry ? element("p", { class: "quiet small" }, element("span", { class: "warn" }, "Worrying: "), worry) : null,
     chart.holder,
   );
   return { made, chart, value };
@@ -36,15 +38,15 @@ export const training = {
     const choices = RANGES.map(([name, steps]) => button(name, () => { last = steps; zoom([null, null]); }, { "aria-pressed": "false" }));
     body.append(panel("Reward", choices, element("div", { class: "row" }, lead, shown), main.holder, element("div", { class: "row" }, REWARD_KEYS.cloneNode(true), element("span", { class: "quiet small" }, "Drag over the chart to look closer."))));
 
-    const mix = small("Groups by origin", "Groups an update was made of: its own (teal) and from peers (orange).", "no orange although peers are connected.");
+    const mix = small("Groups by origin", "Groups an update was made of: its own (teal) and from peers (orange).", "no orange although there are peers.");
     const rewards = small("Reward by origin", "Mean reward, scored here, of own and peers' groups.", "peers' far under the own for long.");
     const informative = small("Groups that teach", "Groups whose answers got different rewards.", "0: tasks are too hard or too easy.");
     const held = small("Held-out score", "Tasks that are never trained on.", "falling while reward rises.");
     const measures = MEASURES.map(([key, title, digits, meaning, worry]) => ({ key, digits, ...small(title, meaning, worry) }));
     const grid = element("div", { class: "multiples" }, ...[held, mix, rewards, informative, ...measures].map((one) => one.made));
-    const kinds = element("div", { class: "multiples" });
+    const kinds = element("div", { class: "multiples narrow" });
     const environments = new Map();
-    body.append(element("h2", {}, "By environment"), kinds, element("h2", {}, "Measures"), grid);
+    body.append(element("h2", {}, "Reward by environment"), kinds, element("h2", {}, "Measures"), grid);
 
     const pair = (own, foreign, digits) => ({
       traces: [curve(series.step, smoothed(series[own]), "own"), curve(series.step, smoothed(series[foreign]), "from peers", { tone: "foreign" })],
@@ -58,7 +60,7 @@ export const training = {
     function drawEnvironments() {
       for (const [name, values] of Object.entries(series.environments).slice(0, MAX_ENVIRONMENTS)) {
         if (!environments.has(name)) {
-          environments.set(name, small(line(name, 60), "Mean reward of its tasks.", "", 104));
+          environments.set(name, small(line(name, 60), "", "", 104));
           kinds.append(environments.get(name).made);
         }
         const { chart, value } = environments.get(name);
@@ -72,10 +74,9 @@ export const training = {
       const { tone, words } = progress(series.reward);
       lead.className = `lead ${tone}`;
       lead.textContent = words;
-      const whole = range[0] === null && last === null;
       shown.textContent = series.last ? `Steps ${number(series.first)} to ${number(series.last)}${series.width > 1 ? `, ${number(series.width)} a point` : ""}.` : "";
       choices.forEach((choice, i) => choice.setAttribute("aria-pressed", String(range[0] === null && last === RANGES[i][1])));
-      main.draw(() => rewardPicture(series, series.step.length > 1 && !whole ? { xaxis: { range: [series.first, series.last] } } : {}), `Reward, steps ${series.first} to ${series.last}. ${words}`);
+      main.draw(() => rewardPicture(series), `Reward, steps ${series.first} to ${series.last}. ${words}`);
       held.value.textContent = number(live.status.held_out, 2);
       const scores = series.evaluations ?? { step: [], mean: [] };
       held.chart.draw(() => (scores.step.length ? { traces: [dots(scores.step, scores.mean, "")] } : null), `Held-out score: ${number(live.status.held_out, 2)} now`);

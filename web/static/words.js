@@ -71,15 +71,15 @@ export function verdictWords(verdict) {
 
 // What Training shows: column of the series, title, digits, what it is, what would be worrying.
 export const MEASURES = [
-  ["unparsed", "Answers that cannot be read", 2, "Share of answers without a result in the form asked for.", "Near 1: reward is 0 because of the form alone."],
-  ["completion_tokens", "Length of answers", 0, "Mean tokens of an answer.", "Running to the cap, or down to almost nothing."],
-  ["entropy", "Entropy", 2, "How open the choice of the next token is.", "Falling to 0: every answer becomes the same."],
-  ["kl_behaviour", "KL to the sampling policy", 4, "How far training has moved from what sampled the answers.", "Rising over about 0.1."],
-  ["loss", "Loss", 3, "What the update lowers. With rewards its size says little.", "Jumps that do not come back."],
-  ["grad_norm", "Gradient norm", 2, "Size of the update's gradient before clipping.", "Spikes, or growth over hundreds of steps."],
-  ["clip_fraction", "Clipped tokens", 3, "Share of tokens whose update was cut off.", "Over 0.2 for long: steps are too large."],
-  ["ess", "Effective sample size", 2, "Share of the batch that carries the update; 1 is all of it.", "Under 0.5: groups are too old or too foreign."],
-  ["max_mismatch", "Mismatch", 3, "Largest gap between sampler and trainer log-probabilities.", "Growing: the two no longer run the same model."],
-  ["seconds", "Seconds a step", 1, "Time from one step to the next.", "Growing without longer answers."],
-  ["tokens_per_second", "Sampling speed", 0, "Tokens a second while answering.", "Falling: something else uses the device."],
+  ["unparsed", "Answers that cannot be read", 2, "Share of answers without a result in the form asked for.", "near 1: reward is 0 because of the form alone."],
+  ["completion_tokens", "Length of answers", 0, "Mean tokens of an answer.", "running to the cap, or down to almost nothing."],
+  ["entropy", "Entropy", 2, "How open the choice of the next token is.", "falling to 0: every answer becomes the same."],
+  ["kl_behaviour", "KL to the sampling policy", 4, "How far training has moved from what sampled the answers.", "rising over about 0.1."],
+  ["loss", "Loss", 3, "What the update lowers. With rewards its size says little.", "jumps that do not come back."],
+  ["grad_norm", "Gradient norm", 2, "Size of the update's gradient before clipping.", "spikes, or growth over hundreds of steps."],
+  ["clip_fraction", "Clipped tokens", 3, "Share of tokens whose update was cut off.", "over 0.2 for long: steps are too large."],
+  ["ess", "Effective sample size", 2, "Share of the batch that carries the update; 1 is all of it.", "under 0.5: groups are too old or too foreign."],
+  ["max_mismatch", "Mismatch", 3, "Largest gap between sampler and trainer log-probabilities.", "growing: the two no longer run the same model."],
+  ["seconds", "Seconds a step", 1, "Time from one step to the next.", "growing without longer answers."],
+  ["tokens_per_second", "Sampling speed", 0, "Tokens a second while answering.", "falling: something else uses the device."],
 ];
