@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from aiohttp import web
-from dashboard_settings import Settings
-from large_history import History
 
+from tests.web.dashboard_settings import Settings
+from tests.web.large_history import History
 from web.answers import Refused, answer
 from web.auth import Auth
 from web.guard import Guard, add_headers, cookie_name
@@ -131,7 +131,7 @@ class Dashboard:
         kin = [self.group(r) for r in range(row - row % 8, row - row % 8 + 4) if r not in (0, row)] if shared else []
         return {
             **group,
-            "task": {"environment": group["environment"], "version": "1", "seed": 4117, "index": row},
+            "task": {"environment": group["environment"], "version": "1", "seed": "4117", "index": row},
             "shared": shared, "siblings": kin,
             "prompt": [
                 {"role": self.text("system"), "content": "Think briefly, then give the answer on a line of its own."},
@@ -145,7 +145,7 @@ class Dashboard:
 
     def completion(self, text: str, reward: float, seed: int) -> dict[str, Any]:
         draw = random.Random(f"{text}{seed}")
-        text = self.text(text) * (300 if self.hostile else 1)
+        text = self.text(text) * (300 if self.hostile and seed == 0 else 1)
         words = [part + " " for part in text[:9000].split(" ")]
         return {
             "text": text, "finish": "stop", "tokens": len(words), "claimed": reward, "reward": reward,

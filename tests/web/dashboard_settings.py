@@ -2,8 +2,9 @@
 
 from typing import Any, get_args, get_origin
 
-from node.home import Home
-from node.settings import FIELDS, SECRET, load, public_values
+from node.config import Config
+from node.settings import FIELDS, SECRET, public_values
+from node.settings import Settings as NodeSettings
 from web.answers import Refused
 
 LIMITS = {
@@ -29,7 +30,7 @@ def kind(annotation: Any) -> tuple[str, list[str] | None]:
 class Settings:
     def __init__(self) -> None:
         self.entries: dict[str, dict[str, Any]] = {}
-        for key, entry in public_values(load(Home("/nowhere"))).items():  # type: ignore[arg-type]
+        for key, entry in public_values(NodeSettings(Config(), dict.fromkeys(FIELDS, "default"))).items():
             type, choices = kind(FIELDS[key].annotation)
             self.entries[key] = {**entry, "applies": "restart", "type": type, "choices": choices, "secret": key in SECRET}
         for key, (default, type, help) in LIMITS.items():

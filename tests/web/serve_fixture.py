@@ -1,4 +1,4 @@
-"""The dashboard over made-up data, to look at: python tests/web/serve_fixture.py [PORT]
+"""The dashboard over made-up data, to look at: python -m tests.web.serve_fixture [PORT]
 
 Prints a sign-in link; `--hostile` fills every text with what a hostile peer might send, `--empty` is a node's first minute.
 """
@@ -6,7 +6,7 @@ Prints a sign-in link; `--hostile` fills every text with what a hostile peer mig
 import argparse
 import asyncio
 
-from dashboard_fixture import Dashboard, DashboardServer
+from tests.web.dashboard_fixture import Dashboard, DashboardServer
 
 
 async def main() -> None:

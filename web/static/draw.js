@@ -86,7 +86,7 @@ export function meter(value, tone) {
 }
 
 // One event of the log as a list item.
-export function eventRow(event, when) {
+export function eventRow(event, when, limit = 600) {
   const level = ["warning", "error", "debug"].includes(event.level) ? event.level : "info";
   const sign = level === "error" || level === "warning" ? icon("fail") : icon("info");
   return element(
@@ -94,6 +94,6 @@ export function eventRow(event, when) {
     element("time", {}, when),
     sign,
     element("span", { class: "kind clip" }, line(event.kind, 40)),
-    element("span", { class: "message" }, level === "info" ? "" : element("span", { class: "sr" }, `${level}: `), line(event.message, 600)),
+    element("span", { class: "message" }, level === "info" ? "" : element("span", { class: "sr" }, `${level}: `), line(event.message, limit)),
   );
 }

@@ -14,6 +14,12 @@ const EVENTS = 6;
 
 const HELD = { quiet_hours: "quiet hours", hours_per_day: "the hours of training a day", disk: "the disk limit" };
 
+// The clocks of a status, moved on to now: the node says them anew only when something else has changed.
+function ticked(now, seconds) {
+  const later = (value) => (typeof value === "number" ? value + seconds : value);
+  return { ...now, stage_seconds: later(now.stage_seconds), last_step_age: later(now.last_step_age), uptime: later(now.uptime) };
+}
+
 function hero(now) {
   const { word, tone, icon: sign } = stateWords(now.state);
   const untrained = now.step === 0 && ["STARTING", "TRAINING"].includes(now.state);
@@ -147,10 +153,13 @@ export const overview = {
       place.className = `lead ${tone}`;
       if (place.textContent !== words) place.textContent = words;
     };
-    const showStatus = (now) => {
-      const { tone, parts } = hero(now);
+    const showHero = () => {
+      const { tone, parts } = hero(ticked(live.status, live.age()));
       state.dataset.tone = tone;
       state.replaceChildren(...parts);
+    };
+    const showStatus = (now) => {
+      showHero();
       const { start, now: latest } = progress(series?.reward ?? []);
       better.figures.replaceChildren(facts("figures", [
         ["Reward", [number(latest ?? now.reward, 2), element("small", {}, since(latest, start))]],
@@ -176,7 +185,7 @@ export const overview = {
     };
     const showEvents = () => {
       const latest = live.events.filter((event) => event.level !== "debug").slice(-EVENTS).reverse();
-      events.replaceChildren(...latest.map((event) => eventRow(event, clock(event.at))));
+      events.replaceChildren(...latest.map((event) => eventRow(event, clock(event.at), 240)));
       if (!latest.length) events.replaceChildren(element("li", { class: "empty" }, "Nothing has happened yet."));
     };
     const refresh = new Refresh(async (until) => {
@@ -190,6 +199,7 @@ export const overview = {
     showStatus(live.status);
     showEvents();
     refresh.soon();
+    const ticking = setInterval(() => { if (!document.hidden && !state.contains(document.activeElement)) showHero(); }, 1000);
     return {
       status(now, before) {
         showStatus(now);
@@ -198,6 +208,7 @@ export const overview = {
       event: showEvents,
       events: showEvents,
       close() {
+        clearInterval(ticking);
         refresh.close();
         chart.close();
         mix.close();

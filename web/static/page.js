@@ -22,8 +22,9 @@ const SILENT_MS = 3000;
 const byId = (id) => document.getElementById(id);
 const say = (id, text) => { if (byId(id).textContent !== text) byId(id).textContent = text; };
 
-// What pages are given: `status` and `events` (oldest first, bounded), and how to say that something failed.
-const live = { status: null, events: [], failed };
+// What pages are given: `status` and the seconds since it was true, `events` (oldest first, bounded), and how to say that
+// something failed.
+const live = { status: null, events: [], failed, age: () => ((downSince ?? Date.now()) - answered) / 1000 };
 let open = null; // the page that is shown
 let answered = 0;
 let downSince = null;
@@ -53,16 +54,17 @@ function tell(now) {
 
 // A pause begins after the step in progress: until then the button says that it is coming.
 function showPause(now) {
-  const paused = now.state === "PAUSED" && (now.held_by ?? "person") === "person";
+  const paused = now.state === "PAUSED" && now.held_by !== "disk";
+  const byLimit = paused && ["quiet_hours", "hours_per_day"].includes(now.held_by);
   if (paused || (pauseAsked !== null && now.step > pauseAsked + 1)) pauseAsked = null;
   const coming = pauseAsked !== null;
   const does = paused ? "resume" : "pause";
-  const told = coming ? "Pausing…" : paused ? "Resume" : "Pause";
+  const told = coming ? "Pausing…" : byLimit ? "Train now" : paused ? "Resume" : "Pause";
   const pause = byId("pause");
   pause.disabled = coming || ["FAILED", "STOPPING"].includes(now.state);
   if (pause.dataset.told === told) return;
   Object.assign(pause.dataset, { does, told });
-  pause.title = paused ? "Go on training" : "Stop training after the step in progress; nothing is lost. The node stays in the swarm.";
+  pause.title = byLimit ? "Train in spite of the limit, until it ends" : paused ? "Go on training" : "Stop training after the step in progress; nothing is lost. The node stays in the swarm.";
   pause.replaceChildren(icon(paused ? "play" : "pause"), told);
 }
 

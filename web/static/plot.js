@@ -57,7 +57,6 @@ export class Chart {
   // `zoomed(from, to)` makes the chart one to drag over; `nulls`: the whole range.
   constructor({ height, label, empty, zoomed = null }) {
     this.holder = element("div", { class: "plot", role: "img", "aria-label": label });
-    this.holder.style.minHeight = `${height}px`;
     Object.assign(this, { height, empty, zoomed, make: null, drawn: false, visible: false, dirty: false, gone: false });
     this.watch = new IntersectionObserver((entries) => { this.visible = entries.at(-1).isIntersecting; this.#paint(); }, { rootMargin: "96px" });
     this.watch.observe(this.holder);
@@ -83,6 +82,7 @@ export class Chart {
       const plotly = await load();
       if (this.gone) return;
       if (!this.drawn) this.holder.replaceChildren();
+      this.holder.style.minHeight = `${this.height}px`;
       this.width = this.holder.clientWidth;
       await plotly.react(this.holder, picture.traces, this.#layout(picture.layout ?? {}), {
         displayModeBar: false, staticPlot: this.zoomed === null && !picture.hover, doubleClick: false, showTips: false,
@@ -98,6 +98,7 @@ export class Chart {
 
   #say(words) {
     this.#purge();
+    this.holder.style.minHeight = "";
     this.holder.replaceChildren(element("p", { class: "empty" }, words));
   }
 

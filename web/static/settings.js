@@ -58,13 +58,15 @@ function setting(key, entry, changed) {
   one.value = read;
   one.tell = (words, tone) => { said.textContent = words; said.className = `small said ${tone}`; field.toggleAttribute("aria-invalid", tone === "bad"); };
   one.show = (next) => {
-    one.entry = next;
-    put(next.value);
+    // what holds from the next start is what a person has chosen
+    one.entry = { ...next, value: next.pending ?? next.value };
+    put(one.entry.value);
     const fixed = !["default", "config.toml"].includes(next.source);
     field.disabled = fixed || next.secret;
     const origin = next.source === "default" ? "default" : `from ${line(next.source, 60)}, default ${line(told(next.default), 60)}`;
     source.textContent = `${origin}${next.applies === "restart" ? " · changes need a restart" : ""}`;
     if (fixed) one.tell(`Set by ${next.source === "flag" ? "a flag at the start" : line(next.source, 60)}, which counts more: change it there.`, "quiet");
+    else if (next.pending !== undefined) one.tell(`From the next start; now ${line(told(next.value), 60)}.`, "warn");
     else if (next.secret) one.tell("A secret: change it with shoal config set.", "quiet");
   };
   field.addEventListener("input", () => { one.tell("", ""); changed(); });

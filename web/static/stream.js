@@ -4,7 +4,7 @@
 import { ask } from "./api.js";
 
 const AGAIN_MS = 2000;
-const SILENT_MS = 20000; // the node says its status about once a second
+const SILENT_MS = 40000; // the node says its status every 15 s at the latest
 
 export class Stream {
   // `told` has status(now), event(event), gap(), up(), down(error): whether to go on trying.
