@@ -11,7 +11,9 @@ from typing import Any
 
 from tests.web.dashboard_fixture import Dashboard, DashboardServer
 
-CHROMIUM = next((path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None)
+CHROMIUM = next(
+    (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None
+)
 AXE = Path(os.environ.get("AXE_CORE", ""))
 """axe.min.js of the npm package axe-core."""
 PAGES = ("overview", "training", "groups", "peers", "swarm", "logs", "settings")
@@ -33,8 +35,8 @@ class Browser:
     async def go(self, page: str) -> None:
         """Open a page by its address, and wait for its heading and its content."""
         await self.page.evaluate("hash => { location.hash = hash; }", f"#/{page}")
-        await self.page.wait_for_selector(f'#nav a[data-page="{page.split("/")[0]}"][aria-current]')
-        await self.page.wait_for_selector(CONTENT[page.split("/")[0] + "/" * ("/" in page)])
+        await self.has(f'#nav a[data-page="{page.split("/")[0]}"][aria-current]')
+        await self.has(CONTENT[page.split("/")[0] + "/" * ("/" in page)])
 
     async def count(self, selector: str) -> int:
         return await self.page.locator(selector).count()
@@ -42,10 +44,19 @@ class Browser:
     async def text(self, selector: str) -> str:
         return await self.page.locator(selector).first.inner_text()
 
+    async def has(self, selector: str) -> None:
+        """Wait for an element. Playwright's own waiting needs frames, which a busy machine draws few of."""
+        await self.until(lambda: self.page.evaluate("wanted => document.querySelector(wanted) !== null", selector))
+
+    async def sees(self, text: str, where: str = "body") -> None:
+        """Wait for a text that is to be seen there."""
+        said = "([text, where]) => document.querySelector(where)?.innerText.includes(text)"
+        await self.until(lambda: self.page.evaluate(said, [text, where]))
+
     async def until(self, holds: Callable[[], Awaitable[Any]]) -> None:
         """Wait until something on the page is so."""
         async with asyncio.timeout(WAIT_MS / 1000):
-            while not await holds():
+            while not await holds():  # noqa: ASYNC110 - the page tells nobody when it has drawn
                 await asyncio.sleep(0.1)
 
 
@@ -79,7 +90,7 @@ async def browser(node: Dashboard, **options: Any) -> AsyncIterator[Browser]:
             page.on("console", lambda said: said.type in ("error", "warning") and made.complaints.append(said.text))
             page.on("pageerror", lambda error: made.complaints.append(str(error)))
             await page.goto(server.sign_in())
-            await page.wait_for_selector(CONTENT["overview"])
+            await made.has(CONTENT["overview"])
             yield made
             await chromium.close()
     finally:

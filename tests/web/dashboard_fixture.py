@@ -100,7 +100,9 @@ class Dashboard:
         draw = random.Random(row)
         own = row % 2 == 0
         verdict = "admitted" if own else draw.choice(VERDICTS)
-        rewards = [0.01] * 8 if verdict == "uninformative" else [draw.choice((0.01, 0.01, 0.2, 0.5, 1.0)) for _ in "8" * 8]
+        rewards = (
+            [0.01] * 8 if verdict == "uninformative" else [draw.choice((0.01, 0.01, 0.2, 0.5, 1.0)) for _ in "8" * 8]
+        )
         return {
             "row": row, "id": hashlib.sha256(b"group %d" % row).hexdigest(), "origin": "own" if own else "foreign",
             "producer": self.me if own else self.text(peer_id(row % max(1, len(self.peers)))),
@@ -138,7 +140,7 @@ class Dashboard:
                 {"role": "user", "content": self.text(f'How many times does the letter "e" appear in "{word}"?')},
             ],
             "completions": [
-                self.completion(f"{3 + row % 8}, I think." if i == 6 else draw.choice(answers[:3]) if reward < 1 else answers[2], reward, i)
+                self.completion(f"{3 + row % 8}, I think." if i == 6 else draw.choice(answers[:3]), reward, i)
                 for i, reward in enumerate(group["rewards"])
             ],
         }  # fmt: skip
@@ -170,7 +172,11 @@ class Dashboard:
         }  # fmt: skip
 
     def peer_page(self, query: dict[str, str]) -> dict[str, Any]:
-        found = [peer for peer in self.peers if query.get("search", "").lower() in f"{peer['peer_id']} {peer['model']}".lower()]
+        found = [
+            peer
+            for peer in self.peers
+            if query.get("search", "").lower() in f"{peer['peer_id']} {peer['model']}".lower()
+        ]
         key = query.get("sort", "last_seen")
         value = (lambda peer: sum(peer["rejected"].values())) if key == "rejected" else (lambda peer: peer[key])
         found.sort(key=value, reverse=query.get("descending") == "1")
@@ -179,10 +185,14 @@ class Dashboard:
         return {"total": len(found), "connected": sum(peer["connected"] for peer in self.peers), "peers": page}
 
     def graph(self) -> dict[str, Any]:
-        nodes = [{"peer_id": self.me, "self": True, "connected": True, "reputation": 1.0, "model": MODELS[0], "admitted": 0}]
+        nodes = [
+            {"peer_id": self.me, "self": True, "connected": True, "reputation": 1.0, "model": MODELS[0], "admitted": 0}
+        ]
         edges = []
         for peer in self.peers[:199]:
-            nodes.append({"self": False, **{k: peer[k] for k in ("peer_id", "connected", "reputation", "model", "admitted")}})
+            nodes.append(
+                {"self": False, **{k: peer[k] for k in ("peer_id", "connected", "reputation", "model", "admitted")}}
+            )
             if peer["connected"]:
                 edges.append({"from": self.me, "to": peer["peer_id"], "kind": "connection", "weight": 1})
             if peer["trained"]:
@@ -194,7 +204,8 @@ class Dashboard:
         return {
             "name": self.text("first-words"), "version": 1, "digest": "ab" * 32, "genesis": 1_790_000_000,
             "epoch_seconds": epoch_seconds, "slots_per_epoch": 64, "shared_slots": 8, "shards": 16,
-            "environments": [{"name": self.text(name), "version": "1", "weight": 1 + i, "settings": {"max_tokens": 64 + i}}
+            "environments": [{"name": self.text(name), "version": "1", "weight": 1 + i,
+                              "settings": {"max_tokens": 64 + i}}
                              for i, name in enumerate(TASKS)],
             "caps": {"max_group_bytes": 262_144, "max_completions": 64, "max_producer_share": 0.5,
                      "reward_tolerance": 1e-4, "group_ttl_seconds": 1800},
@@ -202,7 +213,7 @@ class Dashboard:
             "invite": self.text("shoal:eyJtYW5pZmVzdCI6ImFiYWJhYmFiIn0" + "aB3dE6" * 24),
             "words": ["Everybody practises 4 environments; harder ones come more often.",
                       "An epoch lasts 10 minutes. In each one a node works on 64 tasks of its own and 8 that all share.",
-                      "A group counts for 30 minutes. At most half of what a node learns from peers in one step comes from one of them.",
+                      "A group counts for 30 minutes. At most half of a step's groups from peers are from one of them.",
                       "Every node scores what it gets itself; a claim may be off by 0.0001."],
             "private": True, "members": len(self.peers) // 7, "epochs": {"seconds": epoch_seconds}, "coordinator": None,
         }  # fmt: skip
@@ -240,10 +251,14 @@ class DashboardServer:
         api = "/api/v1"
         app.add_routes(
             [
-                web.get("/", self.file), web.get("/static/{name}", self.file), web.get("/login", self.login),
-                web.get(f"{api}/events/stream", self.stream), web.get(f"{api}/swarm/invite.svg", self.invite),
-                web.get(f"{api}/{{path:.+}}", self.ask), web.post(f"{api}/{{path:.+}}", self.send),
-            ]  # fmt: skip
+                web.get("/", self.file),
+                web.get("/static/{name}", self.file),
+                web.get("/login", self.login),
+                web.get(f"{api}/events/stream", self.stream),
+                web.get(f"{api}/swarm/invite.svg", self.invite),
+                web.get(f"{api}/{{path:.+}}", self.ask),
+                web.post(f"{api}/{{path:.+}}", self.send),
+            ]
         )
         self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=0.1)
         await self._runner.setup()

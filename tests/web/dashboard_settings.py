@@ -32,7 +32,13 @@ class Settings:
         self.entries: dict[str, dict[str, Any]] = {}
         for key, entry in public_values(NodeSettings(Config(), dict.fromkeys(FIELDS, "default"))).items():
             type, choices = kind(FIELDS[key].annotation)
-            self.entries[key] = {**entry, "applies": "restart", "type": type, "choices": choices, "secret": key in SECRET}
+            self.entries[key] = {
+                **entry,
+                "applies": "restart",
+                "type": type,
+                "choices": choices,
+                "secret": key in SECRET,
+            }
         for key, (default, type, help) in LIMITS.items():
             self.entries[key] = {"value": default, "source": "default", "default": default, "help": help,
                                  "applies": "now", "type": type, "choices": None, "secret": False}  # fmt: skip

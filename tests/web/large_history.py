@@ -29,7 +29,8 @@ class History:
         self.steps = steps
         rise = 1 - numpy.exp(-numpy.arange(1, steps + 1) / max(1.0, steps / 4))
         self.columns = {
-            name: start + (end - start) * rise + NOISE.normal(0, noise, steps) for name, (start, end, noise) in SHAPES.items()
+            name: start + (end - start) * rise + NOISE.normal(0, noise, steps)
+            for name, (start, end, noise) in SHAPES.items()
         }
         self.reward = numpy.clip(0.19 + 0.36 * rise + NOISE.normal(0, 0.06, steps), 0, 1)
         self.columns["own_reward"] = self.reward - 0.01

@@ -1,6 +1,7 @@
 """The dashboard over made-up data, to look at: python -m tests.web.serve_fixture [PORT]
 
-Prints a sign-in link; `--hostile` fills every text with what a hostile peer might send, `--empty` is a node's first minute.
+Prints a sign-in link; `--hostile` fills every text with what a hostile peer might send, `--empty` is a node's first
+minute.
 """
 
 import argparse

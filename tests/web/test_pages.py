@@ -1,4 +1,4 @@
-"""The seven pages in a real browser: over a long run, over hostile text, empty, on a phone, by keyboard, and by axe-core."""
+"""The seven pages in a real browser: a long run, hostile text, an empty node, a phone, the keyboard, and axe-core."""
 
 import pytest
 
@@ -59,7 +59,7 @@ async def test_charts_that_do_not_load_are_told_and_the_numbers_stay():
     async with browser(Dashboard(steps=500, peers=3)) as tab:
         await tab.page.route("**/plotly.min.js", lambda route: route.abort())
         await tab.page.reload()
-        await tab.page.wait_for_selector("text=The chart could not be drawn")
+        await tab.sees("The chart could not be drawn")
         assert "times the start" in await tab.text(".overview > .panel:nth-child(2) .lead")
 
 
@@ -81,11 +81,11 @@ async def test_a_node_in_its_first_minute_says_what_to_do():
     async with browser(Dashboard(steps=0, peers=0, groups=0)) as tab:
         tab.node.state |= {"swarm": "", "reason": ""}
         assert "Too early" in await tab.text(".overview > .panel:nth-child(2) .lead")
-        await tab.page.wait_for_selector("text=The curve starts with the second step.")
+        await tab.sees("The curve starts with the second step.")
         await tab.go("groups")
         assert "first step" in await tab.text(".empty:not([hidden])")
         await tab.go("peers")
-        await tab.page.wait_for_selector("text=Invite others")
+        await tab.sees("Invite others")
         assert tab.complaints == []
 
 
@@ -97,7 +97,7 @@ async def test_a_phone_shows_every_page_without_scrolling_sideways():
             assert await tab.page.evaluate(SIDEWAYS) <= 0, page
         await tab.page.click("#more")
         await tab.page.click('#nav a[data-page="swarm"]')
-        await tab.page.wait_for_selector(".sentences")
+        await tab.has(".sentences")
         assert not await tab.page.is_visible('#nav a[data-page="settings"]')
 
 
@@ -116,13 +116,13 @@ async def test_the_keyboard_alone_gets_everywhere():
             if reached[-1] == "groups":
                 break
         await tab.page.keyboard.press("Enter")
-        await tab.page.wait_for_selector("tbody tr")
+        await tab.has("tbody tr")
         assert await tab.page.evaluate(f"{focused}.id") == "title"
         assert await tab.text("h1") == "Groups"
         await tab.page.focus("tbody tr a")
         assert await tab.page.evaluate(f"getComputedStyle({focused}).outlineStyle") == "solid"
         await tab.page.keyboard.press("Enter")
-        await tab.page.wait_for_selector(".answer")
+        await tab.has(".answer")
         assert (await tab.text("h1")).startswith("Group ")
 
 
@@ -152,5 +152,5 @@ async def test_the_chosen_colours_are_remembered():
         dark = await tab.page.evaluate(ground)
         assert dark != light
         await tab.page.reload()
-        await tab.page.wait_for_selector(".hero .figures")
+        await tab.has(".hero .figures")
         assert await tab.page.evaluate(ground) == dark

@@ -10,6 +10,15 @@ function fill(made, attributes, children) {
   return made;
 }
 
+// Makes `old` what `made` is and touches only what differs, so that focus and selection in the rest stay.
+export function settle(old, made) {
+  if (old.isEqualNode(made)) return;
+  const children = [...made.childNodes];
+  const alike = children.length > 0 && children.length === old.childNodes.length && old.cloneNode(false).isEqualNode(made.cloneNode(false));
+  if (!alike) old.replaceWith(made);
+  else [...old.childNodes].forEach((child, i) => settle(child, children[i]));
+}
+
 // Attributes and children that are null are left out.
 export function element(tag, attributes = {}, ...children) {
   return fill(document.createElement(tag), attributes, children);

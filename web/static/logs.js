@@ -80,11 +80,13 @@ export const logs = {
     }
     draw();
     return {
-      event(event) {
-        if (!following) { missed += 1; say(); return; }
-        if (wanted(event)) list.append(eventRow(event, stamp(event.at)));
-        while (list.children.length > MAX_LINES) list.firstChild.remove();
-        if (list.children.length) { say(); view.scrollTop = view.scrollHeight; }
+      fresh(events) {
+        if (following) {
+          list.append(...events.filter(wanted).map((event) => eventRow(event, stamp(event.at))));
+          while (list.children.length > MAX_LINES) list.firstChild.remove();
+        } else missed += events.length;
+        say();
+        if (following) view.scrollTop = view.scrollHeight;
       },
       events() { older = []; draw(); },
       close: () => end.abort(),

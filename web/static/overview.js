@@ -1,7 +1,7 @@
 // Is it working, is it getting better, is the swarm helping, and what is it doing right now?
 
 import { ask } from "./api.js";
-import { element, eventRow, facts, icon, panel } from "./draw.js";
+import { element, eventRow, facts, icon, panel, settle } from "./draw.js";
 import { band, Chart, colour, curve, dots, smoothed } from "./plot.js";
 import { Refresh } from "./refresh.js";
 import { ago, clock, counts, duration, line, mean, megabytes, moment, number, plural } from "./text.js";
@@ -136,10 +136,10 @@ export const overview = {
     const state = element("section", { class: "panel hero", "aria-label": "State of the node" });
     const chart = new Chart({ height: 248, label: "Reward over the steps", empty: "The curve starts with the second step." });
     const mix = new Chart({ height: 176, label: "Groups trained on, by origin", empty: "Appears with the second step." });
-    const better = { lead: element("p", { class: "lead" }), figures: element("div") };
-    const help = { lead: element("p", { class: "lead" }), figures: element("div") };
+    const better = { lead: element("p", { class: "lead" }), figures: element("div", {}, element("dl")) };
+    const help = { lead: element("p", { class: "lead" }), figures: element("div", {}, element("dl")) };
     const events = element("ol", { class: "events" });
-    const node = element("div");
+    const node = element("div", {}, element("dl"));
     body.append(
       state,
       panel("Is it getting better?", element("a", { href: "#/training" }, "Training"), better.lead, better.figures, chart.holder, REWARD_KEYS.cloneNode(true)),
@@ -156,24 +156,25 @@ export const overview = {
     const showHero = () => {
       const { tone, parts } = hero(ticked(live.status, live.age()));
       state.dataset.tone = tone;
-      state.replaceChildren(...parts);
+      if (state.children.length) parts.forEach((part, i) => settle(state.children[i], part));
+      else state.append(...parts);
     };
     const showStatus = (now) => {
       showHero();
       const { start, now: latest } = progress(series?.reward ?? []);
-      better.figures.replaceChildren(facts("figures", [
+      settle(better.figures.firstChild, facts("figures", [
         ["Reward", [number(latest ?? now.reward, 2), element("small", {}, since(latest, start))]],
         ["Held-out score", [number(now.held_out, 2), element("small", {}, typeof now.held_out === "number" ? since(now.held_out, now.held_out_start, now.held_out_steps?.[0]) : " measured from time to time")]],
       ]));
       lead(help.lead, helping(now, series));
-      help.figures.replaceChildren(facts("figures", [
+      settle(help.figures.firstChild, facts("figures", [
         ["Peers", number(now.peers)],
         ["Reward of own groups", number(mean(series?.own_reward.slice(-20)), 2)],
         ["Of peers' groups", number(mean(series?.foreign_reward.slice(-20)), 2)],
         ["Learned from, in all", [number(now.groups?.trained_foreign ?? 0), element("small", {}, " peers' groups")]],
       ]));
       const { weights, optimizer } = now.memory ?? {};
-      node.replaceChildren(facts("facts", [
+      settle(node.firstChild, facts("facts", [
         ["Model", line(now.model, 80)],
         ["Answers by", line(now.engine, 160)],
         ["Memory", `${megabytes(now.rss_mb)}, at most ${megabytes(now.peak_rss_mb)}${optimizer ? `; ${megabytes(weights / 2 ** 20)} weights, ${megabytes(optimizer / 2 ** 20)} optimizer` : ""}`],
@@ -199,13 +200,13 @@ export const overview = {
     showStatus(live.status);
     showEvents();
     refresh.soon();
-    const ticking = setInterval(() => { if (!document.hidden && !state.contains(document.activeElement)) showHero(); }, 1000);
+    const ticking = setInterval(() => { if (!document.hidden) showHero(); }, 1000);
     return {
       status(now, before) {
         showStatus(now);
         if (now.step !== before?.step || now.held_out_steps?.[1] !== before?.held_out_steps?.[1]) refresh.soon();
       },
-      event: showEvents,
+      fresh: showEvents,
       events: showEvents,
       close() {
         clearInterval(ticking);

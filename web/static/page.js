@@ -19,6 +19,7 @@ const IN_BAR = 4; // pages that a phone shows without "More"
 const MAX_EVENTS = 2000;
 const FIRST_EVENTS = 200;
 const SILENT_MS = 3000;
+const BURST_MS = 150;
 const byId = (id) => document.getElementById(id);
 const say = (id, text) => { if (byId(id).textContent !== text) byId(id).textContent = text; };
 
@@ -30,6 +31,8 @@ let answered = 0;
 let downSince = null;
 let pauseAsked = null;
 let ticking = null;
+let fresh = 0; // events that the page has not been told of
+let burst = null;
 
 // -- what is said of the node everywhere --
 
@@ -192,10 +195,16 @@ function failed(error) {
 
 // -- events --
 
+// Pages are told of several at once: in a burst each one by itself would cost a layout.
 function addEvent(event) {
   live.events.push(event);
   if (live.events.length > MAX_EVENTS) live.events.splice(0, live.events.length - MAX_EVENTS);
-  open?.event?.(event);
+  fresh = Math.min(fresh + 1, MAX_EVENTS);
+  burst ??= setTimeout(() => {
+    burst = null;
+    open?.fresh?.(live.events.slice(-fresh));
+    fresh = 0;
+  }, BURST_MS);
 }
 
 // The newest events: those that follow on what is known are added; where there is a hole, they take its place.
@@ -206,6 +215,7 @@ async function catchUp() {
     for (const event of newest.filter((event) => event.id > known)) addEvent(event);
   } else {
     live.events = newest;
+    fresh = 0;
     open?.events?.();
   }
   return live.events.at(-1)?.id ?? 0;
