@@ -212,8 +212,8 @@ class Dashboard:
             "epoch": {"number": 1817, "ends_in": epoch_seconds - self.now() % epoch_seconds},
             "invite": self.text("shoal:eyJtYW5pZmVzdCI6ImFiYWJhYmFiIn0" + "aB3dE6" * 24),
             "words": ["Everybody practises 4 environments; harder ones come more often.",
-                      "An epoch lasts 10 minutes. In each one a node works on 64 tasks of its own and 8 that all share.",
-                      "A group counts for 30 minutes. At most half of a step's groups from peers are from one of them.",
+                      "An epoch lasts 10 minutes. In each one a node works on 64 tasks of its own and 8 of all.",
+                      "A group counts for 30 minutes. At most half of what comes from peers in a step is of one peer.",
                       "Every node scores what it gets itself; a claim may be off by 0.0001."],
             "private": True, "members": len(self.peers) // 7, "epochs": {"seconds": epoch_seconds}, "coordinator": None,
         }  # fmt: skip
