@@ -42,7 +42,9 @@ function input(entry, id) {
   const read = () => {
     const text = field.value.trim();
     if (numeric) return text === "" || Number.isNaN(Number(text)) ? text : Number(text);
-    return entry.type === "list" ? text.split(",").map((part) => part.trim()).filter(Boolean) : text;
+    if (entry.type !== "list") return text;
+    const parts = text.split(",").map((part) => part.trim()).filter(Boolean);
+    return entry.default?.some?.((part) => typeof part === "number") ? parts.map(Number) : parts;
   };
   return { field, read, put };
 }
@@ -54,13 +56,14 @@ function setting(key, entry, changed) {
   const said = element("p", { class: "small said", id: `${id}-said`, role: "status" });
   const source = element("span", { class: "small quiet" });
   field.setAttribute("aria-describedby", `${id}-help ${id}-said`);
-  const one = { key, entry, made: null, said, changed: () => JSON.stringify(read()) !== JSON.stringify(one.entry.value) };
+  const one = { key, entry, made: null, said, changed: () => JSON.stringify(read()) !== one.before };
   one.value = read;
   one.tell = (words, tone) => { said.textContent = words; said.className = `small said ${tone}`; field.toggleAttribute("aria-invalid", tone === "bad"); };
   one.show = (next) => {
     // what holds from the next start is what a person has chosen
     one.entry = { ...next, value: next.pending ?? next.value };
     put(one.entry.value);
+    one.before = JSON.stringify(read());
     const fixed = !["default", "config.toml"].includes(next.source);
     field.disabled = fixed || next.secret;
     const origin = next.source === "default" ? "default" : `from ${line(next.source, 60)}, default ${line(told(next.default), 60)}`;
