@@ -1,231 +1,250 @@
-// The status page: asks the API, shows the answers, follows events. Stops asking while nobody looks.
+// The frame around the pages: which one is shown, the node's state and pause button, signed out, not reachable.
 
-import { ask, send, SignedOut } from "./api.js";
-import { bars, element, mixBar, trendChart } from "./draw.js";
-import { showGroup } from "./group.js";
-import { change, clock, counts, duration, line, megabytes, number, shortPeer, shown } from "./text.js";
+import { ask, Refused, send, SignedOut } from "./api.js";
+import { button, element, icon } from "./draw.js";
+import { groups } from "./groups.js";
+import { logs } from "./logs.js";
+import { overview } from "./overview.js";
+import { peers } from "./peers.js";
+import { settings } from "./settings.js";
+import { Stream } from "./stream.js";
+import { swarm } from "./swarm.js";
+import { clock, duration, line, number, plural, shown } from "./text.js";
+import { training } from "./training.js";
+import { stateWords } from "./words.js";
 
-const STATUS_MS = 2000;
-const MAX_STEPS = 500;
-const MAX_EVENTS = 100;
+const PAGES = { overview, training, groups, peers, swarm, logs, settings };
+const entries = Object.entries(PAGES);
+const IN_BAR = 4; // pages that a phone shows without "More"
+const MAX_EVENTS = 2000;
+const FIRST_EVENTS = 200;
+const SILENT_MS = 3000;
+const BURST_MS = 150;
 const byId = (id) => document.getElementById(id);
 const say = (id, text) => { if (byId(id).textContent !== text) byId(id).textContent = text; };
 
-const seen = { steps: [], scored: undefined, event: 0, tables: "", answered: 0, pauseAsked: null };
-let stream = null;
-let timer = null;
+// What pages are given: `status` and the seconds since it was true, `events` (oldest first, bounded), and how to say that
+// something failed.
+const live = { status: null, events: [], failed, age: () => ((downSince ?? Date.now()) - answered) / 1000 };
+let open = null; // the page that is shown
+let answered = 0;
+let downSince = null;
+let pauseAsked = null;
+let ticking = null;
+let fresh = 0; // events that the page has not been told of
+let burst = null;
 
-// -- status --
+// -- what is said of the node everywhere --
 
-const counted = (count) => (count ? ` ${number(count[0])} of ${number(count[1])}` : "");
-
-function showStatus(now) {
-  document.title = `${now.state === "TRAINING" ? `${number(now.reward, 2)} · ` : ""}${line(now.state, 20)} · ${line(now.name, 40)} · Shoal`;
+function tell(now) {
+  const before = live.status;
+  live.status = now;
+  reached();
+  const { word, tone, icon: sign } = stateWords(now.state);
+  document.title = `${word}${typeof now.reward === "number" ? ` ${number(now.reward, 2)}` : ""} · ${line(now.name, 40)} · Shoal`;
   say("name", line(now.name, 64));
-  say("swarm", now.swarm ? `in the swarm ${line(now.swarm, 64)}, ${number(now.peers)} ${now.peers === 1 ? "peer" : "peers"} connected` : "in no swarm yet");
-  byId("state").dataset.state = now.state;
-  say("state-word", line(now.state, 20));
-  say("state-reason", line(now.reason, 240) || (now.stage ? `${line(now.stage, 40)}${counted(now.stage_count)} for ${duration(now.stage_seconds)}` : ""));
-  byId("state-next").hidden = !now.next;
-  say("state-next", line(now.next, 240));
-  const stages = { ...now.stages };
-  if (now.stage) stages[now.stage] = now.stage_seconds;
-  byId("stages").replaceChildren(
-    ...Object.entries(stages).map(([name, seconds]) =>
-      element("li", name === now.stage ? { class: "now" } : {}, element("span", {}, line(name, 40) + (name === now.stage ? counted(now.stage_count) : "")), element("span", {}, `${number(seconds, 1)} s`)),
-    ),
-  );
-  say("reward", number(now.reward, 2));
-  say("reward-change", change(now.reward, now.reward_start));
-  say("step", number(now.step));
-  say("held-out", number(now.held_out, 2));
-  say("held-out-change", change(now.held_out, now.held_out_start, now.held_out_steps?.[0]) || "measured from time to time");
-  say("mix", `${number(now.own_groups)} + ${number(now.foreign_groups)}`);
-  mixBar(byId("mix-bar"), now.own_groups, now.foreign_groups);
-  say("speed", number(now.tokens_per_second));
-  say("memory", megabytes(now.rss_mb));
-  const { weights, optimizer } = now.memory ?? {};
-  const parts = optimizer ? `, ${megabytes(weights / 2 ** 20)} weights, ${megabytes(optimizer / 2 ** 20)} optimizer` : "";
-  say("memory-peak", `${megabytes(now.peak_rss_mb)} at most${parts}`);
-  const groups = now.groups ?? {};
-  say("exchange", `${number(groups.published ?? 0)} out, ${number(groups.admitted ?? 0)} in`);
-  say("rejected", counts(groups.rejected) ? `refused: ${counts(groups.rejected)}` : "none refused");
-  say("uptime", duration(now.uptime));
-  say("model", line(now.model, 80));
-  say("version", `Shoal ${line(now.version, 40)}`);
-  say("peer-id", line(now.peer_id, 80));
+  say("swarm", now.swarm ? `${line(now.swarm, 64)}, ${plural(now.peers, "peer")}` : "in no swarm yet");
+  if (byId("state").dataset.state !== now.state) {
+    byId("state").dataset.state = now.state;
+    byId("state").dataset.tone = tone;
+    byId("state").replaceChildren(icon(sign), word);
+  }
+  say("version", `Shoal ${line(now.version, 24)}`);
   showPause(now);
+  if (open === null) route();
+  else open.status?.(now, before);
 }
 
 // A pause begins after the step in progress: until then the button says that it is coming.
 function showPause(now) {
-  const paused = now.state === "PAUSED";
-  if (paused || (seen.pauseAsked !== null && now.step > seen.pauseAsked + 1)) seen.pauseAsked = null;
-  const coming = seen.pauseAsked !== null;
-  say("pause", coming ? "Pausing after this step…" : paused ? "Resume" : "Pause");
-  byId("pause").dataset.does = paused ? "resume" : "pause";
-  byId("pause").disabled = coming || ["FAILED", "STOPPING"].includes(now.state);
+  const paused = now.state === "PAUSED" && now.held_by !== "disk";
+  const byLimit = paused && ["quiet_hours", "hours_per_day"].includes(now.held_by);
+  if (paused || (pauseAsked !== null && now.step > pauseAsked + 1)) pauseAsked = null;
+  const coming = pauseAsked !== null;
+  const does = paused ? "resume" : "pause";
+  const told = coming ? "Pausing…" : byLimit ? "Train now" : paused ? "Resume" : "Pause";
+  const pause = byId("pause");
+  pause.disabled = coming || ["FAILED", "STOPPING"].includes(now.state);
+  if (pause.dataset.told === told) return;
+  Object.assign(pause.dataset, { does, told });
+  pause.title = byLimit ? "Train in spite of the limit, until it ends" : paused ? "Go on training" : "Stop training after the step in progress; nothing is lost. The node stays in the swarm.";
+  pause.replaceChildren(icon(paused ? "play" : "pause"), told);
 }
 
-async function extendSteps(step, scored) {
-  const last = seen.steps.at(-1)?.step ?? Math.max(0, step - MAX_STEPS);
-  if (step === last && seen.steps.length && scored === seen.scored) return;
-  // a node that went back to a checkpoint counts from there again
-  if (step < last) seen.steps = [];
-  const after = step < last ? Math.max(0, step - MAX_STEPS) : last;
-  const fresh = await ask(`steps?after=${after}&limit=${MAX_STEPS}`);
-  seen.steps = [...seen.steps, ...fresh].slice(-MAX_STEPS);
-  seen.scored = scored;
-  // the score before the first step shown is of the step before, and 0 is the initial model's
-  const before = (seen.steps[0]?.step ?? 0) - 2;
-  trendChart(byId("chart"), seen.steps, await ask(before < 0 ? "evaluations" : `evaluations?after=${before}`));
-}
-
-// -- tables --
-
-function peerRow(peer) {
-  const name = element("td", { title: line(peer.peer_id, 80) });
-  name.append(
-    element("span", { class: peer.connected ? "dot on" : "dot", role: "img", "aria-label": peer.connected ? "connected" : "not connected" }),
-    element("code", {}, shortPeer(peer.peer_id)),
-  );
-  return element(
-    "tr", {},
-    name,
-    element("td", {}, element("bdi", { class: "text" }, line(peer.model, 80) || "–")),
-    element("td", { class: "number", "data-label": "reputation" }, peer.banned ? "banned" : number(peer.reputation, 2)),
-    element("td", { class: "number", "data-label": "announced" }, number(peer.published)),
-    element("td", { class: "number", "data-label": "admitted" }, number(peer.admitted)),
-    element("td", { "data-label": "refused" }, element("span", { class: "text" }, counts(peer.rejected) || "none")),
-    element("td", {}, element("time", {}, clock(peer.last_seen))),
-  );
-}
-
-function groupRow(group) {
-  const rewards = Array.isArray(group.rewards) ? group.rewards.filter((r) => typeof r === "number") : [];
-  const own = group.origin === "own";
-  const open = element("button", { class: "link", type: "button", "data-group": line(group.id, 64) }, line(group.id, 8).slice(0, 8));
-  open.addEventListener("click", () => guarded(() => showGroup(group.id)));
-  const admitted = group.verdict === "admitted";
-  const mild = ["uninformative", "stale", "replayed", "equivocation"].includes(group.verdict);
-  const verdict = element("td", {}, element("span", { class: `verdict ${admitted ? "admitted" : mild ? "mild" : ""}` }, line(group.verdict, 40).replaceAll("_", " ")));
-  if (group.detail) verdict.append(element("bdi", { class: "detail", title: line(group.detail, 400) }, line(group.detail, 200)));
-  return element(
-    "tr", {},
-    element("td", {}, element("time", {}, clock(group.at))),
-    element("td", {}, open),
-    element("td", { title: line(group.producer, 80) }, own ? "this node" : element("code", {}, shortPeer(group.producer))),
-    element("td", {}, element("bdi", { class: "text" }, line(group.environment, 80))),
-    element("td", {}, bars(rewards, own)),
-    element("td", { class: "number" }, rewards.length ? number(rewards.reduce((a, b) => a + b, 0) / rewards.length, 2) : "–"),
-    verdict,
-  );
-}
-
-async function showTables() {
-  const [peers, groups] = await Promise.all([ask("peers"), ask("groups?limit=15")]);
-  const said = JSON.stringify([peers, groups]);
-  if (said === seen.tables) return;
-  seen.tables = said;
-  const focused = document.activeElement?.dataset?.group;
-  byId("peers").replaceChildren(...peers.slice(0, 100).map(peerRow));
-  byId("groups").replaceChildren(...groups.map(groupRow));
-  if (focused) document.querySelector(`[data-group="${CSS.escape(focused)}"]`)?.focus();
-  for (const [name, rows] of [["peers", peers], ["groups", groups]]) {
-    byId(`no-${name}`).hidden = rows.length > 0;
-    byId(name).closest(".scroll").hidden = rows.length === 0;
+async function togglePause() {
+  const does = byId("pause").dataset.does;
+  byId("pause").disabled = true;
+  try {
+    const now = await send(does, does === "pause" ? { reason: "asked for on the dashboard" } : {});
+    if (does === "pause") pauseAsked = now.step;
+    tell(now);
+  } catch (error) {
+    byId("pause").disabled = false;
+    failed(error);
   }
+}
+
+// -- which page --
+
+function route() {
+  if (live.status === null) return;
+  const [path, query = ""] = location.hash.slice(2).split("?");
+  const [name, ...rest] = path.split("/");
+  const key = Object.hasOwn(PAGES, name) ? name : "overview";
+  const first = open === null;
+  open?.close?.();
+  byId("nav").classList.remove("open");
+  byId("more").setAttribute("aria-expanded", "false");
+  for (const link of byId("links").querySelectorAll("a")) {
+    if (link.dataset.page === key) link.setAttribute("aria-current", "page");
+    else link.removeAttribute("aria-current");
+  }
+  byId("more").classList.toggle("here", entries.findIndex(([one]) => one === key) >= IN_BAR);
+  const body = element("div", { class: `body ${key}`, id: "body" });
+  byId("body").replaceWith(body);
+  open = PAGES[key].open(body, { live, query: new URLSearchParams(query), rest: plain(rest.join("/")) });
+  say("title", open.title ?? PAGES[key].title);
+  if (first) return;
+  scrollTo(0, 0);
+  byId("title").focus({ preventScroll: true });
+}
+
+// What an address says, where it is encoded as it should be.
+function plain(text) {
+  try {
+    return decodeURIComponent(text);
+  } catch {
+    return text;
+  }
+}
+
+function drawFrame() {
+  byId("links").replaceChildren(
+    ...entries.map(([key, page]) => element("li", {}, element("a", { href: `#/${key}`, "data-page": key }, icon(key), page.short ?? page.title))),
+  );
+  byId("more").replaceChildren(icon("more"), "More");
+  byId("more").addEventListener("click", () => byId("more").setAttribute("aria-expanded", String(byId("nav").classList.toggle("open"))));
+  for (const choice of byId("theme").querySelectorAll("input")) {
+    choice.checked = choice.value === window.storedTheme();
+    choice.addEventListener("change", () => window.setTheme(choice.value));
+  }
+  // not a jump to an id: what follows # is the page
+  document.querySelector(".skip").addEventListener("click", (event) => { event.preventDefault(); byId("title").focus(); });
+  byId("pause").addEventListener("click", togglePause);
+  byId("signout").addEventListener("click", async () => {
+    try {
+      await send("logout", {});
+      signedOut();
+    } catch (error) {
+      failed(error);
+    }
+  });
+}
+
+// -- reached, not reached, signed out --
+
+function reached() {
+  answered = Date.now();
+  downSince = null;
+  clearInterval(ticking);
+  ticking = null;
+  byId("offline").hidden = true;
+  byId("signin").hidden = true;
+  byId("node").hidden = false;
+  byId("node").classList.remove("is-stale");
+}
+
+function sayDown() {
+  if (downSince === null || Date.now() - downSince < SILENT_MS) return;
+  const since = answered ? ` for ${duration((Date.now() - answered) / 1000)}. What you see is from ${clock(answered / 1000)}` : "";
+  byId("offline").replaceChildren(`The node does not answer${since}. If it was stopped, start it with `, element("code", {}, "shoal up"), "; this page goes on by itself.");
+  byId("offline").hidden = false;
+  byId("node").hidden = false;
+  byId("node").classList.add("is-stale");
+}
+
+function signedOut() {
+  stream.close();
+  open?.close?.();
+  open = null;
+  clearInterval(ticking);
+  live.status = null;
+  byId("node").hidden = true;
+  byId("signin").hidden = false;
+  document.title = "Sign in · Shoal";
+}
+
+// Whether it is worth trying again by itself.
+function failed(error) {
+  if (error instanceof SignedOut) {
+    signedOut();
+    return false;
+  }
+  if (error instanceof Refused) {
+    const words = element("p", { class: "notice", role: "alert" }, shown(error.message, 400), " ");
+    words.append(button("Dismiss", () => words.remove()));
+    byId("page").querySelector(".notice[role=alert]:not(#offline)")?.remove();
+    byId("body").before(words);
+    return true;
+  }
+  downSince ??= Date.now();
+  sayDown();
+  ticking ??= setInterval(sayDown, 1000);
+  return true;
 }
 
 // -- events --
 
-function addEvents(events) {
-  const list = byId("events");
-  for (const event of events.filter((event) => event.id > seen.event)) {
-    seen.event = event.id;
-    const level = ["warning", "error"].includes(event.level) ? event.level : "info";
-    list.prepend(
-      element(
-        "li", { class: level },
-        element("time", {}, clock(event.at)),
-        element("span", { class: "kind" }, line(event.kind, 40)),
-        element("bdi", { class: "message" }, line(event.message, 400)),
-      ),
-    );
+// Pages are told of several at once: in a burst each one by itself would cost a layout.
+function addEvent(event) {
+  live.events.push(event);
+  if (live.events.length > MAX_EVENTS) live.events.splice(0, live.events.length - MAX_EVENTS);
+  fresh = Math.min(fresh + 1, MAX_EVENTS);
+  burst ??= setTimeout(() => {
+    burst = null;
+    open?.fresh?.(live.events.slice(-fresh));
+    fresh = 0;
+  }, BURST_MS);
+}
+
+// The newest events: those that follow on what is known are added; where there is a hole, they take its place.
+async function catchUp() {
+  const newest = await ask(`events?limit=${FIRST_EVENTS}`);
+  const known = live.events.at(-1)?.id ?? 0;
+  if (newest.length && live.events.length && newest[0].id <= known + 1 && newest.at(-1).id >= known) {
+    for (const event of newest.filter((event) => event.id > known)) addEvent(event);
+  } else {
+    live.events = newest;
+    fresh = 0;
+    open?.events?.();
   }
-  while (list.children.length > MAX_EVENTS) list.lastChild.remove();
-  byId("no-events").hidden = list.children.length > 0;
+  return live.events.at(-1)?.id ?? 0;
 }
 
-async function follow() {
-  if (stream && stream.readyState !== EventSource.CLOSED) return;
-  // the newest ones first: a page that was away for long must not replay a week
-  addEvents(await ask(`events?limit=${MAX_EVENTS}`));
-  if (document.hidden) return;
-  stream = new EventSource(`/api/v1/events/stream?after=${seen.event}`);
-  stream.addEventListener("message", (message) => addEvents([JSON.parse(message.data)]));
-}
-
-function leave() {
-  clearTimeout(timer);
-  stream?.close();
-  stream = null;
-}
-
-// -- the round --
-
-async function guarded(work) {
-  try {
-    await work();
-    seen.answered = Date.now();
-    byId("offline").hidden = true;
-    byId("node").classList.remove("is-stale");
-    return true;
-  } catch (error) {
-    if (error instanceof SignedOut) {
-      leave();
-      byId("node").hidden = true;
-      byId("signin").hidden = false;
-      document.title = "Sign in · Shoal";
-      return false;
-    }
-    const silent = seen.answered ? ` for ${duration((Date.now() - seen.answered) / 1000)}` : "";
-    say("offline", error instanceof TypeError || error.name === "TimeoutError" ? `The node has not answered${silent}. Start it with: shoal up` : shown(error.message, 400));
-    byId("offline").hidden = false;
-    byId("node").hidden = false;
-    byId("node").classList.add("is-stale");
-    return true;
-  }
-}
-
-async function round() {
-  clearTimeout(timer);
-  const goOn = await guarded(async () => {
-    const now = await ask("status");
-    byId("signin").hidden = true;
-    byId("node").hidden = false;
-    showStatus(now);
-    await Promise.all([extendSteps(now.step, now.held_out_steps?.[1]), showTables(), follow()]);
-  });
-  clearTimeout(timer);
-  if (goOn && !document.hidden) timer = setTimeout(round, STATUS_MS);
-}
-
-byId("pause").addEventListener("click", async () => {
-  byId("pause").disabled = true;
-  const does = byId("pause").dataset.does;
-  await guarded(async () => {
-    const now = await send(does, does === "pause" ? { reason: "asked for on the status page" } : {});
-    seen.pauseAsked = does === "pause" ? now.step : null;
-    showStatus(now);
-  });
+const stream = new Stream({
+  status: tell,
+  event: addEvent,
+  gap: () => begin(),
+  up: reached,
+  down: (error) => failed(error ?? new TypeError("the stream was cut")),
 });
-byId("signout").addEventListener("click", () => guarded(async () => { await send("logout", {}); throw new SignedOut(); }));
-document.addEventListener("visibilitychange", () => (document.hidden ? leave() : round()));
 
+async function begin() {
+  try {
+    const [now, seen] = await Promise.all([ask("status"), catchUp()]);
+    tell(now);
+    if (!document.hidden) stream.open(seen);
+  } catch (error) {
+    if (failed(error)) setTimeout(() => { if (!document.hidden) begin(); }, 2000);
+  }
+}
+
+document.addEventListener("visibilitychange", () => (document.hidden ? stream.close() : begin()));
+addEventListener("hashchange", route);
 // a sign-in that was refused ends on /login: say so, and leave the spent code out of the address bar
 if (location.pathname === "/login") {
   byId("signin-problem").hidden = false;
   history.replaceState(null, "", "/");
 }
-round();
+drawFrame();
+begin();

@@ -55,3 +55,25 @@ export function shortPeer(id) {
 export function counts(byName) {
   return Object.entries(byName ?? {}).map(([name, count]) => `${number(count)} ${line(name, 40)}`).join(", ");
 }
+
+// The mean of what is a number, or null.
+export function mean(values) {
+  const known = (values ?? []).filter((value) => typeof value === "number");
+  return known.length ? known.reduce((sum, value) => sum + value, 0) / known.length : null;
+}
+
+export function plural(count, one, many = `${one}s`) {
+  return `${number(count)} ${count === 1 ? one : many}`;
+}
+
+export function ago(seconds, now = Date.now() / 1000) {
+  return typeof seconds === "number" ? `${duration(Math.max(0, now - seconds))} ago` : "–";
+}
+
+// A clock time today, a day and time otherwise.
+export function moment(seconds) {
+  const at = new Date(seconds * 1000);
+  if (typeof seconds !== "number" || Number.isNaN(at.getTime())) return "–";
+  const time = at.toLocaleTimeString("en-GB", { hour: "2-digit", minute: "2-digit" });
+  return at.toDateString() === new Date().toDateString() ? time : `${at.toLocaleDateString("en-GB", { day: "numeric", month: "short" })} ${time}`;
+}
