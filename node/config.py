@@ -345,7 +345,7 @@ class NetworkConfig(Section):
 
 
 class WebConfig(Section):
-    host: str = Field("127.0.0.1", description="address of the API and the status page")
+    host: str = Field("127.0.0.1", description="address of the API and the dashboard")
     port: int = Field(8420, ge=0, le=65535, description="port; 0: a free one")
     allowed_hosts: Texts = Field((), description="Host header values accepted besides the loopback names")
 

@@ -50,7 +50,7 @@ class Member:
     log: Path
     port: int
     web_port: int
-    """Of the status page: this one, or a free one where it is taken."""
+    """Of the dashboard: this one, or a free one where it is taken."""
     process: subprocess.Popen[bytes] | None = None
     status: dict[str, Any] = field(default_factory=dict)
     answered: bool = False

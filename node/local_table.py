@@ -99,7 +99,7 @@ def row(member: "Member") -> tuple[str, ...]:
 
 
 def page(member: "Member") -> str:
-    """The address of the node's status page."""
+    """The address of the node's dashboard."""
     return f"http://127.0.0.1:{member.web_port}"
 
 

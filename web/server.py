@@ -37,7 +37,7 @@ class PortInUse(WebServerError):
 
 
 class WebServer:
-    """The API and the status page of one node, from `start` to `stop`."""
+    """The API and the dashboard of one node, from `start` to `stop`."""
 
     def __init__(
         self,

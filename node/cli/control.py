@@ -88,7 +88,7 @@ def answer(session: Session, status: Mapping[str, Any]) -> None:
 @click.option("--no-browser", is_flag=True, help="only print the link")
 @with_session
 def open_page(session: Session, no_browser: bool) -> None:
-    """Open the status page in a browser, signed in by a one-time link (also printed)."""
+    """Open the dashboard in a browser, signed in by a one-time link (also printed)."""
     from node.cli.output import emit
 
     link = sign_in(session.client(), browser=not no_browser and not session.as_json)

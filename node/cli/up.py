@@ -42,7 +42,7 @@ def init(session: Session, passphrase: bool) -> None:
 
 @click.command(cls=Command)
 @click.option("--join", "invite", metavar="INVITE", help="join this swarm first (shoal:...)")
-@click.option("--open", "open_browser", is_flag=True, help="open the status page in a browser")
+@click.option("--open", "open_browser", is_flag=True, help="open the dashboard in a browser")
 @click.option("--steps", type=click.IntRange(min=1), help="stop when the model has done this many steps")
 @click.option("--stay", is_flag=True, help="with --steps: keep serving peers afterwards")
 @with_session

@@ -83,12 +83,12 @@ def listen_address(subject: Subject) -> tuple[str, int]:
 
 
 def ports(subject: Subject) -> list[Finding]:
-    """The swarm's port and that of the status page: free, or ours already."""
+    """The swarm's port and that of the dashboard: free, or ours already."""
     web = subject.config.web
     found = []
     for what, key, (host, port), needed in (
         ("swarm port", "network.listen", listen_address(subject), True),
-        ("status page", "web.port", (web.host, web.port), False),
+        ("dashboard", "web.port", (web.host, web.port), False),
     ):
         if port == 0:
             found.append(ok("ports", f"{what}: a free one is chosen at the start ({key})"))
