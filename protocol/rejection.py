@@ -4,7 +4,7 @@ from enum import StrEnum
 
 
 class Reason(StrEnum):
-    """Counted by producer, shown in the status page, and moving the producer's reputation."""
+    """Counted by producer, shown on the dashboard, and moving the producer's reputation."""
 
     too_large = "too_large"
     hash_mismatch = "hash_mismatch"

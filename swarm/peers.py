@@ -77,7 +77,7 @@ class Discovery:
         self._connected: frozenset[str] = frozenset()
         self._next_lookup = self._lookup_gap = 0.0
         self.last_error: str | None = None
-        """Why the last dial of a bootstrap peer failed, for the status page; None once one answered."""
+        """Why the last dial of a bootstrap peer failed, for the dashboard; None once one answered."""
         for address in bootstrap:
             peer = address.rpartition("/p2p/")[2]
             if peer != transport.peer_id:

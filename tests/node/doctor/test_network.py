@@ -63,7 +63,7 @@ def test_ports_free_taken_and_held_by_the_node(home: Home, listening: socket.soc
     sections: dict[str, Any] = {"network": {"listen": f"/ip4/127.0.0.1/tcp/{taken}"}, "web": {"port": free}}
     swarm, page = network.ports(of(home, **sections))
     assert (swarm.verdict, swarm.said) == ("fail", f"swarm port 127.0.0.1:{taken}: another program holds it")
-    assert (page.verdict, page.said) == ("ok", f"status page {free} is free")
+    assert (page.verdict, page.said) == ("ok", f"dashboard {free} is free")
     swarm, _ = network.ports(of(home, STATUS, **sections))  # this process is the node
     assert (swarm.verdict, swarm.said) == ("ok", f"swarm port {taken} is held by the running node")
     chosen, busy = network.ports(of(home, web={"port": taken}))
