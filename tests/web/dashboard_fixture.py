@@ -20,8 +20,8 @@ from tests.web.dashboard_settings import Settings
 from tests.web.large_history import History
 from web.answers import Refused, answer
 from web.auth import Auth
+from web.files import STATIC, TYPES
 from web.guard import Guard, add_headers, cookie_name
-from web.handlers import STATIC, TYPES
 
 PLOTLY = Path(find_spec("plotly").origin).parent
 TOKEN = "a-token-for-tests-0123456789"
