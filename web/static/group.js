@@ -156,7 +156,8 @@ function draw(body, group, live, end) {
         ["From", producer(group)],
         ["Mean reward", number(mean(group.rewards), 2)],
         ["Answers", number(completions.length)],
-        ["Used in updates", ["not yet", "once", "twice"][group.uses] ?? (typeof group.uses === "number" ? `${number(group.uses)} times` : null)],
+        // uses of own groups are not counted: they are trained on once, or not at all
+        ...(group.origin === "own" ? [] : [["Used in updates", ["not yet", "once", "twice"][group.uses] ?? (typeof group.uses === "number" ? `${number(group.uses)} times` : null)]]),
         ["Epoch", number(group.epoch)],
         ["Arrived", moment(group.at)],
       ]),

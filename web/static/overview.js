@@ -34,7 +34,7 @@ function hero(now) {
   );
   const figures = facts("figures", [
     ["Step", number(now.step)],
-    ["Last step", typeof now.last_step_age === "number" ? ago(Date.now() / 1000 - now.last_step_age) : "none yet"],
+    ["Last step", typeof now.last_step_age === "number" ? ago(Date.now() / 1000 - now.last_step_age) : now.step ? "before this start" : "none yet"],
     ["Answering", [number(now.tokens_per_second), " ", element("small", {}, "tokens/s")]],
     ["Trained today", duration(now.trained_today_seconds)],
   ]);
