@@ -160,13 +160,13 @@ class CheckpointStore:
         for path in [*(self._path(step) for step in self._steps()), self.directory / "best"]:
             if not path.is_dir():
                 continue
-            best = json.loads((path / BEST).read_text()) if (path / BEST).exists() else {}
-            step = int(best["step"]) if best else int(path.name.removeprefix("step-"))
             try:
+                best = json.loads((path / BEST).read_text()) if path.name == "best" else {}
+                step = int(best["step"]) if best else int(path.name.removeprefix("step-"))
                 size = sum(file.stat().st_size for file in path.iterdir())
                 found.append(Entry(path.name, step, path, size, path.stat().st_mtime, best.get("score")))
-            except FileNotFoundError:
-                continue  # a running node has just removed it
+            except (FileNotFoundError, ValueError, KeyError, TypeError):
+                continue  # a running node has just removed it, or the best one is damaged: the next evaluation mends it
         return found
 
     def best_score(self) -> float | None:

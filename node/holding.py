@@ -7,15 +7,15 @@ none, it passes over quiet hours or hours a day until they end. Nothing passes o
 import asyncio
 import contextlib
 import logging
-import os
 import shutil
 from collections.abc import Callable
 from datetime import tzinfo
 from pathlib import Path
 
-from node.checkpoint import ASIDE, CheckpointError, CheckpointStore
+from node.checkpoint import CheckpointError, CheckpointStore
 from node.config import LimitsConfig
 from node.history import History
+from node.home import home_size
 from node.limits import RESUME, Disk, Hold, Holder, day_of, limit_hold, over_disk
 from node.loop import Loop
 from node.progress import Progress
@@ -87,6 +87,7 @@ class Holding:
                 self._passed_over.pop(key, None)
         if limits.disk_mb != self._limits.disk_mb:
             self._measured_at = float("-inf")
+            self.resize_store(max(self._store.size, limits.store_mb << 20))  # what was cut may grow again
         self._limits = limits
         self.decide()
 
@@ -131,7 +132,8 @@ class Holding:
         if (held and held.by) != (before and before.by):
             if held is not None and held.by != "person":
                 advice = "" if held.next == RESUME else f"; {held.next}"
-                self._history.event("info", "limits", f"training is held: {held.reason}{advice}")
+                level = "warning" if held.by == "disk" else "info"
+                self._history.event(level, "limits", f"training is held: {held.reason}{advice}")
             elif held is None and before is not None and before.by != "person":
                 self._history.event("info", "limits", "training goes on")
         if self._loop is not None:
@@ -163,6 +165,13 @@ class Holding:
                     return True
             except CheckpointError as error:
                 self._history.event("error", "checkpoint", str(error))
+        try:
+            if self._store.freed > LEAST_STORE:
+                self._store.compact()
+                return True
+        except StoreError as error:  # then nothing that is evicted would come back to the disk either
+            self._history.event("error", "limits", f"experience could not be written anew: {error}")
+            return False
         over = over_disk(self._limits.disk_mb, disk)
         bound = max(LEAST_STORE, self._store.size - over)
         if bound >= self._store.size:
@@ -187,16 +196,8 @@ def measure(home: Path, checkpoints: CheckpointStore | None, first_checkpoint: i
 
     `first_checkpoint`: bytes that one is taken to have while there is none.
     """
-    used = 0
-    for directory, names, files in os.walk(home):
-        names[:] = [name for name in names if not name.startswith(ASIDE)]
-        for name in files:
-            try:
-                used += (Path(directory) / name).lstat().st_size
-            except OSError:  # gone since it was listed
-                continue
     sizes: list[int] = []
     if checkpoints is not None:
         with contextlib.suppress(OSError):  # one is being replaced
             sizes = [entry.size for entry in checkpoints.entries() if entry.name != "best"]
-    return Disk(used, shutil.disk_usage(home).free, max(sizes, default=first_checkpoint))
+    return Disk(home_size(home), shutil.disk_usage(home).free, max(sizes, default=first_checkpoint))

@@ -27,6 +27,8 @@ CONFIG_HEADER = """\
 # `shoal config set KEY VALUE` edits this file and keeps your comments.
 """
 MAX_PID_DIGITS = 9
+PASSING = (".aside-", ".backup-")
+"""What directories begin with that go again: checkpoints that are written aside, backups that are made."""
 
 
 class HomeError(Exception):
@@ -329,3 +331,16 @@ def interface_addresses(version: int) -> list[str]:
             if address.version == version and not address.is_link_local:
                 parsed.append(address)
     return [str(address) for address in sorted(set(parsed), key=lambda a: (a.is_loopback, str(a)))]
+
+
+def home_size(home: Path) -> int:
+    """Bytes of all files in a home, without what is there in passing."""
+    total = 0
+    for directory, names, files in os.walk(home):
+        names[:] = [name for name in names if not name.startswith(PASSING)]
+        for name in files:
+            try:
+                total += (Path(directory) / name).lstat().st_size
+            except OSError:  # gone since it was listed
+                continue
+    return total

@@ -128,9 +128,9 @@ def local_zone() -> tzinfo:
     """The machine's time zone: TZ, else /etc/localtime, else UTC."""
     name = os.environ.get("TZ", "").removeprefix(":")
     try:
-        if name:
+        if name and not name.startswith("/"):
             return ZoneInfo(name)
-        with LOCALTIME.open("rb") as file:
+        with Path(name or LOCALTIME).open("rb") as file:
             return ZoneInfo.from_file(file)
     except (OSError, ValueError, LookupError) as error:
         where = f"TZ = {name!r}" if name else str(LOCALTIME)

@@ -6,6 +6,7 @@ pydantic-settings reads the sources, merges and validates them; what is here nam
 import difflib
 import json
 import os
+import re
 import reprlib
 import tomllib
 from collections.abc import Iterator, Mapping
@@ -34,6 +35,10 @@ RESERVED = frozenset({"SHOAL_HOME", "SHOAL_CACHE", "SHOAL_PASSPHRASE", "SHOAL_LO
 """Variables that are no settings: where the settings are, secrets, the form of logs, what the installer takes."""
 SECRET = frozenset({"swarm.join"})
 """An invite may hold the key of a private network."""
+LOGIN = re.compile(r"(//)[^/@\s]+@")
+KEY_NAME = re.compile(r"--?[\w-]*(?:key|token|password|secret)", re.IGNORECASE)
+KEY = re.compile(rf"({KEY_NAME.pattern}=).*", re.IGNORECASE)
+"""Arguments of a server that are secrets, and how they begin where name and value are one."""
 
 
 class ConfigError(Exception):
@@ -215,8 +220,18 @@ def public_values(settings: Settings, wanted: Config | None = None) -> dict[str,
 
 
 def shown(key: str, value: Any) -> Any:
-    """The value for people to see."""
-    return "(hidden)" if key in SECRET and value else plain(value)
+    """The value for people to see: without secrets, also those in the addresses and arguments of an engine."""
+    if key in SECRET and value:
+        return "(hidden)"
+    if not key.startswith("engine."):
+        return plain(value)
+    if isinstance(value, str):
+        return LOGIN.sub(r"\1(hidden)@", value)
+    if not isinstance(value, tuple):
+        return value
+    said = [KEY.sub(r"\1(hidden)", LOGIN.sub(r"\1(hidden)@", part)) for part in value]
+    before = ("", *value)
+    return ["(hidden)" if KEY_NAME.fullmatch(before[i]) else part for i, part in enumerate(said)]
 
 
 def plain(value: Any) -> Any:

@@ -5,10 +5,11 @@ import os
 import resource
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import psutil
 
+from node.limits import Holder
 from node.manifest_words import in_sentences
 from node.scorer import ScorerError
 from node.settings import ConfigError, Overridden, public_values
@@ -181,6 +182,7 @@ class DaemonView:
             "shoal_last_step_age_seconds": status["last_step_age"],
             "shoal_resident_bytes": status["rss_mb"] * 2**20,
             "shoal_uptime_seconds": status["uptime"],
+            **{f'shoal_held{{by="{by}"}}': float(status["held_by"] == by) for by in get_args(Holder)},
             "shoal_trained_foreign_total": status["groups"]["trained_foreign"],
             "shoal_network_bytes_in_total": stats.bytes_in,
             "shoal_network_bytes_out_total": stats.bytes_out,

@@ -85,6 +85,11 @@ class Database:
         with self._errors():
             yield from self._connection.execute(query, values)
 
+    def freed(self) -> int:
+        """Bytes of pages that hold nothing."""
+        (pages,), (size,) = self.all("PRAGMA freelist_count") + self.all("PRAGMA page_size")
+        return int(pages * size)
+
     def compact(self) -> None:
         """Write the file anew without what was deleted. Takes as much free disk as is left in it meanwhile."""
         with self._errors():

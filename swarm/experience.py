@@ -252,6 +252,11 @@ class ExperienceStore:
         if self._bytes > max_bytes:
             self._evict()
 
+    @property
+    def freed(self) -> int:
+        """Bytes of the file that hold nothing any more."""
+        return self._db.freed()
+
     def compact(self) -> None:
         """Give the room of what was evicted back to the disk; takes seconds for some hundred MB. Raises StoreError."""
         self._db.compact()

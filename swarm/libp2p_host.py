@@ -291,8 +291,8 @@ class Libp2pHost:
 
     def _heard(self, message: Message) -> None:
         self._calls.emit(message)
-        self._down.spend(len(message.data))
-        self._up.spend(len(message.data) * (self._copies - 1))
+        self._down.gossiped(len(message.data))
+        self._up.gossiped(len(message.data) * (self._copies - 1))
 
     @property
     def _copies(self) -> int:

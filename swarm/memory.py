@@ -338,7 +338,7 @@ class MemoryTransport:
             return
         self._messages_in += 1
         self._bytes_in += len(data)
-        self._down.spend(len(data))
+        self._down.gossiped(len(data))
         self._events.put(Message(topic, forwarder, data))
         self._relay(number, origin, topic, data, but_not=forwarder)
 
@@ -348,7 +348,7 @@ class MemoryTransport:
             if peer in (but_not, origin) or topic not in there._topics:
                 continue
             self._bytes_out += len(data)
-            self._up.spend(len(data))
+            self._up.gossiped(len(data))
             if not self._hub.lost():
                 loop.call_later(self._hub.delay(), there.deliver, number, origin, self._peer_id, topic, data)
 

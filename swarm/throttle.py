@@ -18,6 +18,11 @@ PIECE_SECONDS = 0.25
 LEAST_PIECE, MOST_PIECE = 1024, 64 * 1024
 BUSY_SECONDS = 4.0
 """Nothing more is begun while what is on its way takes longer than this."""
+LONGEST_WAIT = 60.0
+"""Nobody is asked to come back later than this: the limit may change meanwhile."""
+GOSSIP_SECONDS = 2.0
+"""What gossip may hold up the rest by. It cannot be slowed, and must neither stop the streams of a node for ever nor
+count for longer than the limit stands."""
 
 
 class Bucket:
@@ -37,12 +42,16 @@ class Bucket:
         """Seconds until what has passed is worked off."""
         return max(0.0, self._free_at - now) if self.rate else 0.0
 
-    def spend(self, size: int, now: float) -> float:
-        """So many bytes pass; the seconds until they, and what passed before, are worked off."""
+    def spend(self, size: int, now: float, most: float = float("inf")) -> float:
+        """So many bytes pass; the seconds until they, and what passed before, are worked off.
+
+        They add to these seconds up to `most`, and not beyond.
+        """
         rate = self.rate
         if not rate:
             return 0.0
-        self._free_at = max(self._free_at, now) + size / rate
+        free_at = max(self._free_at, now)
+        self._free_at = max(free_at, min(free_at + size / rate, now + most))
         return self._free_at - now
 
 
@@ -77,7 +86,7 @@ class Lane:
         rate = self.bucket.rate
         wait = self.bucket.wait(self.now()) + (self.ahead / rate if rate else 0.0)
         if wait > BUSY_SECONDS:
-            raise Busy(wait)
+            raise Busy(min(wait, LONGEST_WAIT))
 
     @contextmanager
     def answering(self, size: int) -> Iterator[None]:
@@ -89,9 +98,9 @@ class Lane:
         finally:
             self.ahead -= size
 
-    def spend(self, size: int) -> None:
-        """So many bytes have passed, and what passes next waits for them."""
-        self.bucket.spend(size, self.now())
+    def gossiped(self, size: int) -> None:
+        """So many bytes of gossip have passed, and what passes next waits for them, up to GOSSIP_SECONDS."""
+        self.bucket.spend(size, self.now(), GOSSIP_SECONDS)
 
     async def passed(self, size: int) -> None:
         """So many bytes have passed; returns when they are worked off."""

@@ -21,6 +21,8 @@ from web.streams import Streams
 from web.view import NodeView, NotFound, SettingOverridden, SettingRefused
 
 LOOPBACK = ("127.", "::1", "::ffff:127.")
+FOR_THE_TOKEN = ("engine.command", "engine.args", "web.", "swarm.join", "model.path")
+"""Settings that say what runs here and who may ask it: a session, which is for less than the token, cannot set them."""
 
 
 class Handlers:
@@ -236,6 +238,9 @@ class Handlers:
         values = await body(request)
         if not values:
             raise Refused(400, "no setting is named", 'send {"section.key": value}')
+        kept = sorted(key for key in values if key.startswith(FOR_THE_TOKEN))
+        if kept and self.guard.credential(request) != "token":
+            raise Refused(403, f"a browser may not change {kept[0]}", f"shoal config set {kept[0]} VALUE")
         try:
             return answer(self.view.change(values))
         except SettingRefused as refused:

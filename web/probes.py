@@ -38,6 +38,7 @@ HELP = {
     "shoal_trained_foreign_total": "Foreign groups used in updates",
     "shoal_trainer_bytes": "Memory of the trainer after the last update, by kind",
     "shoal_up": "1 unless the node has failed",
+    "shoal_held": "1 where training is held, by whom",
     "shoal_uptime_seconds": "Seconds since the daemon started",
 }
 
@@ -72,6 +73,8 @@ def readiness(status: Mapping[str, Any]) -> list[str]:
     state = status["state"]
     if state == "FAILED":
         return [f"failed: {status['reason']}"]
+    if status.get("held_by") == "disk":  # a person's pause and quiet hours are as they should be, this is not
+        return [f"training is held: {status['reason']}"]
     if state in WHILE_PAUSED:
         return []
     age, deadline = status["last_step_age"], status["step_deadline"]

@@ -32,7 +32,7 @@ def bench(session: Session, name: str, threads: int, minutes: float | None) -> N
     from node.bench import run
     from node.cli.output import emit, facts, table
 
-    result = run(name, threads, **({} if minutes is None else {"minutes": minutes}))
+    result = run(name, threads=threads, **({} if minutes is None else {"minutes": minutes}))
     if session.as_json:
         emit(result)
         return

@@ -5,10 +5,11 @@ import shutil
 import stat
 from pathlib import Path
 
-from node.checkpoint import FREE_MARGIN, CheckpointStore
+from node.checkpoint import CheckpointStore
 from node.doctor.finding import Finding, Subject, fail, ok, warn
 from node.doctor.machine import local_model, shape_of_checkpoint
-from node.home import Home
+from node.home import home_size
+from node.limits import FREE_CHECKPOINTS, LEAST_FREE
 
 GB = 1 << 30
 
@@ -50,7 +51,7 @@ def disk(subject: Subject) -> list[Finding]:
     """What is free against the next checkpoint, and against all that the settings let the home grow to."""
     node, config = subject.home, subject.config
     free = shutil.disk_usage(existing(node.path)).free
-    held = size(node)
+    held = home_size(node.path)
     said = f"{free / GB:.1f} GB free; the home takes {held / GB:.1f} GB"
     one = checkpoint_bytes(subject)
     if one is None:
@@ -67,8 +68,8 @@ def disk(subject: Subject) -> list[Finding]:
                 "raise limits.disk_mb, or lower checkpoint.keep or limits.store_mb",
             )
         ]
-    if free < one + FREE_MARGIN:
-        return [fail("disk", said, "free some disk: until then steps are journalled only, and a restart takes longer")]
+    if free < (need := max(LEAST_FREE, int(FREE_CHECKPOINTS * one))):
+        return [fail("disk", f"{said}; training is held below {need / GB:.1f} GB", "free some disk")]
     if free + held < most:
         return [
             warn(
@@ -99,15 +100,3 @@ def checkpoint_bytes(subject: Subject) -> int | None:
 def existing(path: Path) -> Path:
     """The path, or the nearest of its parents that there is."""
     return next(parent for parent in (path, *path.parents) if parent.exists())
-
-
-def size(node: Home) -> int:
-    """Bytes of all files in the home; a running node may remove some meanwhile."""
-    total = 0
-    for directory, _, names in os.walk(node.path):
-        for name in names:
-            try:
-                total += (Path(directory) / name).lstat().st_size
-            except FileNotFoundError:
-                continue
-    return total

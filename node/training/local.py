@@ -176,6 +176,7 @@ class LocalTrainer:
         for left_out in problems:
             log.warning("step %d: one of several optimizer steps is left out: %s", batch.step, left_out)
         self.step += 1
+        self._origin = None  # a critic that is switched on later starts anew, in this process and in a replay
         return objective.stats(
             members,
             loss=counts.loss / len(norms),

@@ -158,7 +158,7 @@ def test_training_is_measured_with_both_ways_to_pack(tmp_path: Path, tiny_model:
     merged, whole = len(case.groups) * (12 + 4 * 3), len(case.groups) * 4 * (12 + 3)
     assert len(case.groups) == 8
     assert case.token_ratio == pytest.approx(whole / merged, rel=0.1)  # of 50 tokens, some answers begin alike
-    assert [train.grouped(p, 8, 4, vocabulary=vocabulary).shape["groups"] for p in (1000, 352, 40)] == [1, 2, 8]
+    assert [train.grouped(p, 8, 4, vocabulary=vocabulary).shape["groups"] for p in (1000, 280, 40)] == [1, 2, 8]
     assert 1 < case.work_ratio(1, 10) < case.work_ratio(10, 1) < whole / (8 * (12 + 4 * 2)) * 1.1
     bundle = load_model(str(tiny_model("llama")), device="cpu", dtype="float32", models=tmp_path)
     for made in (case, train.branching(10, 2, 5, (2, 3), vocabulary=vocabulary)):

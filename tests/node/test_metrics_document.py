@@ -3,11 +3,12 @@
 import re
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import yaml
 
+from node.limits import Holder
 from node.view import DaemonView
 from protocol.rejection import Reason
 from web.probes import EXCHANGE_TROUBLE, HELP, trouble
@@ -29,7 +30,8 @@ def told(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     counts = {"published": 1, "fetched": 1, "admitted": 1, "rejected": {"stale": 1}, "trained_foreign": 1}
     status = {
         "step": 1, "peers": 1, "state": "TRAINING", "reward": 0.5, "held_out": 0.5, "tokens_per_second": 1.0,
-        "last_step_age": 1.0, "rss_mb": 1.0, "uptime": 1.0, "memory": {"weights": 1}, "stages": {"update": 1.0},
+        "last_step_age": 1.0, "held_by": "disk",
+        "rss_mb": 1.0, "uptime": 1.0, "memory": {"weights": 1}, "stages": {"update": 1.0},
         "groups": {**counts, **dict.fromkeys(EXCHANGE_TROUBLE, 0)},
     }  # fmt: skip
     monkeypatch.setattr(DaemonView, "status", lambda self: status)
@@ -64,4 +66,4 @@ def test_alerts_use_what_there_is(told: set[str]) -> None:
         assert used <= told, rule["alert"]
         assert used or rule["alert"] == "ShoalDown"
         for label, value in re.findall(r'(\w+)!?="(\w+)"', rule["expr"]):
-            assert (label, value) == ("job", "shoal") or value in (*Reason, *EXCHANGE_TROUBLE)
+            assert (label, value) == ("job", "shoal") or value in (*Reason, *EXCHANGE_TROUBLE, *get_args(Holder))

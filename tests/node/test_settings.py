@@ -193,3 +193,20 @@ def test_public_values_hide_the_invite(home: Home) -> None:
         "help": "port; 0: a free one", "applies": "restart", "type": "int", "choices": None, "secret": False,
     }  # fmt: skip
     assert "shoal:secret" not in str(values)
+
+
+def test_public_values_hide_what_engines_are_asked_with(home: Home) -> None:
+    values = public_values(
+        load(
+            home,
+            {
+                "engine.url": "http://me:pass1@host:8000/x",
+                "engine.others": "http://you:pass2@host",
+                "engine.args": "--api-key,pass3,--dtype=half,--hf-token=pass4",
+            },
+        )
+    )
+    assert values["engine.url"]["value"] == "http://(hidden)@host:8000/x"
+    assert values["engine.others"]["value"] == ["http://(hidden)@host"]
+    assert values["engine.args"]["value"] == ["--api-key", "(hidden)", "--dtype=half", "--hf-token=(hidden)"]
+    assert "pass" not in str(values["engine.args"])

@@ -60,6 +60,27 @@ def test_a_reference_that_is_asked_for_later_is_the_initial_model(make: Make) ->
     assert changed.update(batch(2)).kl_reference != 0
 
 
+def test_a_critic_that_is_switched_on_again_starts_anew_wherever_the_process_started(
+    make: Make, tmp_path: Path
+) -> None:
+    gae, grpo = TrainConfig(advantage="gae"), TrainConfig()
+    begun = make(advantage="gae")
+    begun.update(batch(1))
+    (tmp_path / "step-1").mkdir()
+    begun.save(tmp_path / "step-1")
+
+    def go_on(trainer: LocalTrainer, steps: tuple[TrainConfig, ...]) -> list[torch.Tensor]:
+        for config in steps:
+            trainer.configure(config)
+            trainer.update(batch(trainer.step + 1))
+        return weights(trainer)
+
+    resumed = make(advantage="gae")
+    resumed.load(tmp_path / "step-1")
+    live, replayed = go_on(begun, (gae, grpo, gae)), go_on(resumed, (gae, grpo, gae))
+    assert all(torch.equal(a, b) for a, b in zip(live, replayed, strict=True))
+
+
 def test_a_bad_batch_on_a_full_disk_is_a_skipped_step(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

@@ -149,6 +149,18 @@ async def test_a_session_makes_no_more_sessions(anyone, client, server):
         assert refused.status == 403
 
 
+@pytest.mark.parametrize("key", ["engine.command", "engine.args", "web.host", "swarm.join", "model.path"])
+async def test_a_session_does_not_set_what_runs_here_and_who_may_ask(anyone, client, view, server, key):
+    await sign_in(anyone, client)
+    asked = {"json": {key: "x", "swarm.own_groups": 2}, "headers": {"Origin": server.url}}
+    async with anyone.post("/api/v1/config", **asked) as refused:
+        assert refused.status == 403
+        assert (await refused.json())["fix"] == f"shoal config set {key} VALUE"
+    assert view.calls == []
+    async with client.post("/api/v1/config", json={key: "x"}) as done:
+        assert done.status == 200
+
+
 async def test_signing_out(anyone, client, server):
     await sign_in(anyone, client)
     kept = {cookie.key: cookie.value for cookie in anyone.cookie_jar}

@@ -92,3 +92,10 @@ def test_a_directory_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     (tmp_path / "checkpoints").write_text("a file")
     with pytest.raises(CheckpointError, match=f"{tmp_path / 'checkpoints'} cannot be read"):
         CheckpointStore(tmp_path / "checkpoints", 2).latest()
+
+
+def test_a_damaged_best_one_is_not_listed(store: CheckpointStore, write: Any) -> None:
+    store.save_best(7, 0.4, write(7))
+    for damaged in ("", "{}", "[]"):
+        (store.directory / "best" / "best.json").write_text(damaged)
+        assert store.entries() == []

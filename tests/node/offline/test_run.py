@@ -157,7 +157,11 @@ class TestWithTrl:
         assert recovery.state is not None
         assert recovery.state["epoch"] == -1, "no task of its own was used"
         assert recovery.directory is not None
-        assert json.loads((recovery.directory / "trainer.json").read_text()) == {"step": 1, "updates": 0}
+        assert json.loads((recovery.directory / "trainer.json").read_text()) == {
+            "step": 1,
+            "updates": 0,
+            "optimizer": "adamw",
+        }
         history = History(swarm.database, time.time)
         assert [(e["step"], e["mean"]) for e in history.evaluations(-1, 10)] == [(1, 0.5)]
         (said,) = [e["message"] for e in history.events(None, 100) if e["kind"] == "offline"]
