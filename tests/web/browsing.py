@@ -50,7 +50,10 @@ class Browser:
 
     async def sees(self, text: str, where: str = "body") -> None:
         """Wait for a text that is to be seen there."""
-        said = "([text, where]) => document.querySelector(where)?.innerText.includes(text)"
+        said = """([text, where]) => {
+            const found = document.querySelector(where);  // of what is hidden, innerText tells all the same
+            return found !== null && found.checkVisibility() && found.innerText.includes(text);
+        }"""
         await self.until(lambda: self.page.evaluate(said, [text, where]))
 
     async def until(self, holds: Callable[[], Awaitable[Any]]) -> None:
