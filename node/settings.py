@@ -6,7 +6,6 @@ pydantic-settings reads the sources, merges and validates them; what is here nam
 import difflib
 import json
 import os
-import re
 import reprlib
 import tomllib
 from collections.abc import Iterator, Mapping
@@ -28,6 +27,7 @@ from tomlkit.exceptions import ParseError
 
 from node.config import Config, Section, applies
 from node.home import Home, write_atomic
+from node.redaction import by_form
 
 PREFIX = "SHOAL_"
 ALIASES = MappingProxyType({"SHOAL_JOIN": "swarm.join"})
@@ -35,10 +35,6 @@ RESERVED = frozenset({"SHOAL_HOME", "SHOAL_CACHE", "SHOAL_PASSPHRASE", "SHOAL_LO
 """Variables that are no settings: where the settings are, secrets, the form of logs, what the installer takes."""
 SECRET = frozenset({"swarm.join"})
 """An invite may hold the key of a private network."""
-LOGIN = re.compile(r"(//)[^/@\s]+@")
-KEY_NAME = re.compile(r"--?[\w-]*(?:key|token|password|secret)", re.IGNORECASE)
-KEY = re.compile(rf"({KEY_NAME.pattern}=).*", re.IGNORECASE)
-"""Arguments of a server that are secrets, and how they begin where name and value are one."""
 
 
 class ConfigError(Exception):
@@ -226,12 +222,9 @@ def shown(key: str, value: Any) -> Any:
     if not key.startswith("engine."):
         return plain(value)
     if isinstance(value, str):
-        return LOGIN.sub(r"\1(hidden)@", value)
-    if not isinstance(value, tuple):
-        return value
-    said = [KEY.sub(r"\1(hidden)", LOGIN.sub(r"\1(hidden)@", part)) for part in value]
-    before = ("", *value)
-    return ["(hidden)" if KEY_NAME.fullmatch(before[i]) else part for i, part in enumerate(said)]
+        return by_form(value)
+    # as one text, because an argument may be a secret for what the one before it is
+    return by_form("\n".join(value)).split("\n") if isinstance(value, tuple) and value else plain(value)
 
 
 def plain(value: Any) -> Any:

@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from node.doctor.finding import Finding, Subject
-from node.doctor.secrets import scrub, values
 from node.history import History
 from node.home import HomeError, write_atomic
 from node.logs import tail
+from node.redaction import scrub, values
 from node.settings import ConfigError, load, public_values
 from swarm.database import StoreError, copy_tables
 from swarm.experience import LARGE_TABLES

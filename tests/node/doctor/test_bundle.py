@@ -14,9 +14,9 @@ from node.doctor import examination, stored
 from node.doctor.bundle import LINE_CHARACTERS, LOG_LINES, BundleExists, write_bundle
 from node.doctor.examination import subject
 from node.doctor.finding import ok
-from node.doctor.secrets import scrub, values
 from node.history import History
 from node.home import Home
+from node.redaction import scrub, values
 from protocol.invite import Invite
 from protocol.manifest import embedded_manifest
 

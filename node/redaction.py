@@ -20,7 +20,7 @@ FORMS: Sequence[tuple[re.Pattern[str], str]] = (
     (re.compile(r"(?i)(\bbearer\s+)[^\s\"',;]+"), rf"\1{HIDDEN}"),
     (re.compile(r"(?i)(\b(?:set-)?cookie\b[\"']?\s*[:=]\s*)[^\n\"]+"), rf"\1{HIDDEN}"),
     (re.compile(r"(?i)([?&](?:code|token|key|access_token)=)[^\s&\"']+"), rf"\1{HIDDEN}"),
-    (re.compile(r"(?i)(--?[\w-]{0,40}(?:key|token|secret|pass\w{0,9})[= ])[^\s\"',]+"), rf"\1{HIDDEN}"),
+    (re.compile(r"(?i)(--?[\w-]{0,40}(?:key|token|secret|pass\w{0,9})(?:=|[\"',\s]{1,8}))[^\s\"',]+"), rf"\1{HIDDEN}"),
     (re.compile(r"(\b\w{1,15}://)[^\s/@\"']+@"), rf"\1{HIDDEN}@"),
     (re.compile(r"\bhf_[A-Za-z0-9]{16,}"), HIDDEN),
 )
@@ -73,6 +73,11 @@ def scrub(text: str, secrets: Sequence[str]) -> str:
     for secret in secrets:
         text = text.replace(secret, HIDDEN)
         text = text.replace(json.dumps(secret)[1:-1], HIDDEN)  # as a JSON string has it
+    return by_form(text)
+
+
+def by_form(text: str) -> str:
+    """The text without what looks like a secret, whoever's it is."""
     for form, instead in FORMS:
         text = form.sub(instead, text)
     return text
