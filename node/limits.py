@@ -149,7 +149,7 @@ def limit_hold(
 ) -> Hold | None:
     """The limit that holds training up, if any. `trained`: seconds today; `passed_over`: holder -> until when."""
     return (
-        _disk_hold(limits.disk_mb, disk)
+        disk_hold(limits.disk_mb, disk)
         or _quiet_hold(limits.quiet_hours, now, zone, passed_over.get("quiet_hours", 0.0))
         or _hours_hold(limits.hours_per_day, now, zone, trained, passed_over.get("hours_per_day", 0.0))
     )
@@ -160,7 +160,8 @@ def over_disk(limit_mb: int, disk: Disk) -> int:
     return max(0, disk.used - (limit_mb << 20)) if limit_mb else 0
 
 
-def _disk_hold(limit_mb: int, disk: Disk | None) -> Hold | None:
+def disk_hold(limit_mb: int, disk: Disk | None) -> Hold | None:
+    """What the disk has to do with it; None for `disk`: not measured yet."""
     if disk is None:
         return None
     if over_disk(limit_mb, disk):

@@ -9,7 +9,7 @@ from node.checkpoint import CheckpointStore
 from node.doctor.finding import Finding, Subject, fail, ok, warn
 from node.doctor.machine import local_model, shape_of_checkpoint
 from node.home import home_size
-from node.limits import FREE_CHECKPOINTS, LEAST_FREE
+from node.limits import Disk, disk_hold
 
 GB = 1 << 30
 
@@ -60,16 +60,8 @@ def disk(subject: Subject) -> list[Finding]:
     # kept ones, the best, and one more while it is written
     most = (config.checkpoint.keep + 2) * one + store
     said += f"; a checkpoint takes {one / GB:.1f} GB, {config.checkpoint.keep} are kept besides the best"
-    if (most_held := config.limits.disk_mb << 20) and held > most_held:
-        return [
-            fail(
-                "disk",
-                f"{said}, more than limits.disk_mb = {config.limits.disk_mb}: training is held",
-                "raise limits.disk_mb, or lower checkpoint.keep or limits.store_mb",
-            )
-        ]
-    if free < (need := max(LEAST_FREE, int(FREE_CHECKPOINTS * one))):
-        return [fail("disk", f"{said}; training is held below {need / GB:.1f} GB", "free some disk")]
+    if (hold := disk_hold(config.limits.disk_mb, Disk(held, free, one))) is not None:
+        return [fail("disk", f"{said}. Training is held: {hold.reason}", hold.next)]
     if free + held < most:
         return [
             warn(

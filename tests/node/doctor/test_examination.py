@@ -122,7 +122,7 @@ def test_disk_against_what_checkpoints_take(
     free[0] = 100 << 30
     limits = Config.model_validate({"limits": {"disk_mb": 4}}).limits
     (over,) = stored.disk(replace(node, config=node.config.model_copy(update={"limits": limits})))
-    assert (over.verdict, "more than limits.disk_mb = 4" in over.said) == ("fail", True)
+    assert (over.verdict, "the limit is 4 (limits.disk_mb)" in over.said) == ("fail", True)
 
 
 def test_the_command_tells_verdicts_and_exits_by_them(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
