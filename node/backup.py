@@ -23,7 +23,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import IO, Any
 
-from node.checkpoint import CheckpointStore, damage
+from node.checkpoint import CheckpointStore, damage, sync
 from node.home import Home
 from protocol.identity import Identity, IdentityError
 from swarm.database import copy_database
@@ -316,13 +316,5 @@ def _move_in(home: Home, staged: Path) -> None:
         if name == "checkpoints" and home.checkpoints.is_dir():
             home.checkpoints.rmdir()  # an empty one: `_present` counts any other
         (staged / name).replace(home.path / name)
-        _sync(home.path)
+        sync(home.path)
     shutil.rmtree(home.restoring)
-
-
-def _sync(directory: Path) -> None:
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

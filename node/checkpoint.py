@@ -200,7 +200,7 @@ class CheckpointStore:
             self._whole = 0 if fresh else path.stat().st_size
             journal.append(path, record)
             if fresh:
-                _sync(self.directory)
+                sync(self.directory)
             self._whole = None
         except OSError as error:
             raise CheckpointError(
@@ -278,8 +278,8 @@ class CheckpointStore:
             listing = {file.name: [file.stat().st_size, _checksum(file)] for file in sorted(aside.iterdir())}
             (aside / FILES).write_text(json.dumps(listing))
             for file in aside.iterdir():
-                _sync(file)
-            _sync(aside)
+                sync(file)
+            sync(aside)
             if target.exists():
                 old = self.directory / f"{REPLACED}{target.name}"
                 target.replace(old)
@@ -287,7 +287,7 @@ class CheckpointStore:
                 shutil.rmtree(old)
             else:
                 aside.replace(target)
-            _sync(self.directory)
+            sync(self.directory)
         except CheckpointError:
             raise
         except Exception as error:
@@ -345,7 +345,8 @@ def _checksum(file: Path) -> int:
     return value
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
+    """Have what was written to a file, or renamed in a directory, on disk when this returns. Raises OSError."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

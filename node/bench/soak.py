@@ -22,6 +22,7 @@ from typing import Any
 import psutil
 
 from node.bench.side import BenchError
+from node.history import History
 from node.home import Home
 
 NODES = 2
@@ -167,8 +168,6 @@ def _size(path: Path) -> int:
 
 
 def _step(home: Home) -> int:
-    from node.history import History
-
     history = History(home.database, time.time)
     try:
         last = history.last_step()
