@@ -16,7 +16,8 @@ from types import MappingProxyType
 import psutil
 import torch
 
-from node.config import Config, TrainConfig
+from node.config import Config
+from node.config_train import TrainConfig
 from node.models import ModelError, check_directory, compute_dtype, device_of, model_directory
 from node.training.distill import local_teacher
 from node.training.lora import require_peft

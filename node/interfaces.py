@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 import msgspec
 
 if TYPE_CHECKING:
-    from node.config import TrainConfig  # at run time pydantic would cost the scorer process its start
+    from node.config_train import TrainConfig  # at run time pydantic would cost the scorer process its start
 
 FinishReason = Literal["stop", "length", "aborted"]
 

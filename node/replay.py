@@ -16,7 +16,7 @@ import msgspec
 from pydantic import ValidationError
 
 from node.checkpoint import CheckpointError
-from node.config import TrainConfig
+from node.config_train import TrainConfig
 from node.home import write_atomic
 from node.interfaces import StepSkipped
 from node.journal import JournalRecord

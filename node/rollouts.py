@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from node.config import Config, TrainConfig
+from node.config import Config
+from node.config_train import TrainConfig
 from node.interfaces import Engine, PromptRequest, Sample, Score, Task, TrainGroup, TrainSequence
 from node.models import ModelBundle, decode, encode_completion, render_prompt
 from node.routing import Routing, divide

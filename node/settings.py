@@ -25,7 +25,8 @@ from pydantic_settings import (
 )
 from tomlkit.exceptions import ParseError
 
-from node.config import Config, Section, applies
+from node.config import Config, applies
+from node.config_types import Section
 from node.home import Home, write_atomic
 from node.redaction import by_form
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from node.algorithms.losses import MAX_LOG_RATIO, log_ratio, sequence_mean, sequence_sum
-from node.config import TrainConfig
+from node.config_train import TrainConfig
 
 Level = Literal["token", "sequence", "geometric"]
 

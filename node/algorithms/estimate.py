@@ -12,7 +12,7 @@ from torch import Tensor
 
 from node.algorithms.advantages import ADVANTAGES, dr_grpo, gdpo
 from node.algorithms.returns import bilevel_gae, discounted, gae, turn_gae, whiten
-from node.config import TrainConfig
+from node.config_train import TrainConfig
 from node.interfaces import TrainGroup, TrainSequence
 
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from node.config import TrainConfig
+from node.config_train import TrainConfig
 
 MAX_LOG_RATIO = 20.0
 """exp(20) is 5e8: beyond it a ratio says nothing more and float32 soon overflows."""

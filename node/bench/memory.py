@@ -15,7 +15,7 @@ import torch
 from node.bench.side import BenchError, Say, Stopwatch, peak_rss, run_side, serve
 from node.bench.train import grouped
 from node.bench.workload import GROUP_SIZE, NEW_TOKENS, spec_of
-from node.config import TrainConfig
+from node.config_train import TrainConfig
 from node.home import models_dir
 from node.interfaces import Batch
 from node.models import load_model

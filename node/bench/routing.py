@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from node.attention import ATTENTION
 from node.bench.side import Say, run_side, serve
 from node.bench.workload import spec_of
-from node.config import TrainConfig
+from node.config_train import TrainConfig
 from node.device import Device
 from node.engines.transformers import TransformersEngine
 from node.interfaces import PromptRequest, Sample, TrainGroup, TrainSequence

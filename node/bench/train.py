@@ -26,7 +26,7 @@ from node.batching import TokenTrie
 from node.bench.floor import matrix_weights, work_of
 from node.bench.side import Say, Stopwatch, run_side, serve
 from node.bench.workload import spec_of
-from node.config import TrainConfig
+from node.config_train import TrainConfig
 from node.home import models_dir
 from node.interfaces import TrainGroup, TrainSequence
 from node.lean import make_lean

@@ -19,7 +19,7 @@ from typing import Any, Literal
 import torch
 from transformers import AutoModelForCausalLM, PrinterCallback, TrainerCallback
 
-from node.config import TrainConfig
+from node.config_train import TrainConfig
 from node.offline.examples import Labelled, OfflineError, Pair
 
 log = logging.getLogger(__name__)

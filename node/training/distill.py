@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from node.algorithms.losses import MAX_LOG_RATIO, log_ratio
-from node.config import Config, TrainConfig
+from node.config import Config
+from node.config_train import TrainConfig
 from node.device import Device
 from node.engines.vllm_client import Address, VllmClient
 from node.home import models_dir

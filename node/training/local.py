@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from node.batching import MicroBatch, micro_batches
-from node.config import TrainConfig
+from node.config_train import TrainConfig
 from node.interfaces import Batch, Interrupted, StepSkipped, TrainGroup, UpdateStats
 from node.memory import give_back, out_of_memory
 from node.models import ModelBundle, ModelError, load_model

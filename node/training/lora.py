@@ -19,7 +19,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from node.checkpoint import CheckpointError
-from node.config import TrainConfig
+from node.config_train import TrainConfig
 from node.models import ModelBundle, ModelError
 from node.training.files import load_weights
 

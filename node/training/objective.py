@@ -9,7 +9,7 @@ from torch import Tensor
 from node.algorithms.corrections import CORRECTIONS, effective_sample_size, opsm, topr
 from node.algorithms.estimate import estimate
 from node.algorithms.losses import LOSSES, kl_to_reference, token_weights, value_loss
-from node.config import TrainConfig
+from node.config_train import TrainConfig
 from node.interfaces import TrainGroup, UpdateStats
 from node.training import distill
 

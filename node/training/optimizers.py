@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from node.config import TrainConfig
+from node.config_train import TrainConfig
 from node.models import ModelError
 
 MOMENTS = ("state1", "state2", "absmax1", "absmax2")

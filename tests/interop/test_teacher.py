@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from node.config import Config, TrainConfig
+from node.config import Config
+from node.config_train import TrainConfig
 from node.device import Device
 from node.interfaces import TrainGroup, TrainSequence
 from node.models import ModelBundle

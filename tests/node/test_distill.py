@@ -12,7 +12,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from node.config import Config, TrainConfig
+from node.config import Config
+from node.config_train import TrainConfig
 from node.device import Device
 from node.engines.transformers import TransformersEngine
 from node.interfaces import Batch, PromptRequest, StepSkipped, TeacherError, TrainGroup, TrainSequence

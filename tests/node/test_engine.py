@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from node.config import TrainConfig
+from node.config_train import TrainConfig
 from node.device import Device
 from node.engines import decoding
 from node.engines.agreement import AgreementError, check_agreement

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from node.checkpoint import CheckpointError, CheckpointStore
 from node.cli.app import shoal
-from node.config import TrainConfig
+from node.config_train import TrainConfig
 from node.evaluate import evaluate_checkpoint
 from node.home import Home, NoSwarm
 from node.interfaces import Batch, TrainGroup, TrainSequence

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from node.bench.train import small_model
-from node.config import Config, TrainConfig
+from node.config import Config
+from node.config_train import TrainConfig
 from node.device import Device
 from node.engines.agreement import check_agreement
 from node.engines.choose import make_engine

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from node.checkpoint import CheckpointError, CheckpointStore
-from node.config import Config, TrainConfig
+from node.config import Config
+from node.config_train import TrainConfig
 from node.device import Device
 from node.held_out import RETRIES
 from node.history import History

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from node.checkpoint import CheckpointError
-from node.config import TrainConfig
+from node.config_train import TrainConfig
 from node.device import Device
 from node.engines.agreement import check_agreement
 from node.engines.transformers import TransformersEngine

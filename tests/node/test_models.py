@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from node import models
-from node.config import TrainConfig
+from node.config_train import TrainConfig
 from node.device import Device
 from node.engines.agreement import check_agreement
 from node.engines.transformers import TransformersEngine

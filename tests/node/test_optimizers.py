@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from node.checkpoint import CheckpointError
-from node.config import TrainConfig
+from node.config_train import TrainConfig
 from node.interfaces import Batch, TrainGroup, TrainSequence
 from node.models import ModelError, load_model
 from node.training import optimizers

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from node.config import TrainConfig
+from node.config_train import TrainConfig
 from node.interfaces import TrainGroup, TrainSequence
 from node.models import ModelBundle, load_model
 from node.routing import Routing

@@ -14,7 +14,8 @@ import torch
 
 from node import journal
 from node.checkpoint import CheckpointError, CheckpointStore
-from node.config import Config, TrainConfig
+from node.config import Config
+from node.config_train import TrainConfig
 from node.device import Device
 from node.history import History
 from node.interfaces import Batch, Interrupted, StepSkipped, TrainGroup, TrainSequence, UpdateStats

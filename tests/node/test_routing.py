@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from node.batching import micro_batches, pack
 from node.bench import step_ours
-from node.config import TrainConfig
+from node.config_train import TrainConfig
 from node.device import Device
 from node.engines.agreement import AgreementError, check_agreement
 from node.engines.transformers import TransformersEngine

@@ -3,7 +3,7 @@ import time
 import pytest
 
 from node.assign import DataPosition
-from node.config import TrainConfig
+from node.config_train import TrainConfig
 from node.interfaces import Sample, Score
 from node.rollouts import Rollout, train_group
 from node.selection import (

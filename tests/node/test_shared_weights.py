@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from node.config import TrainConfig
+from node.config_train import TrainConfig
 from node.device import Device
 from node.engines.transformers import TransformersEngine
 from node.interfaces import Batch, PromptRequest, SampledGroup, TrainGroup, TrainSequence

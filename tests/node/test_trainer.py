@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from node.checkpoint import CheckpointError
-from node.config import TrainConfig
+from node.config_train import TrainConfig
 from node.interfaces import Batch, Interrupted, StepSkipped, TrainGroup, TrainSequence
 from node.models import load_model
 from node.training.local import LocalTrainer

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from node.batching import MicroBatch
 from node.checkpoint import CheckpointError
-from node.config import TrainConfig
+from node.config_train import TrainConfig
 from node.interfaces import Batch, Interrupted, StepSkipped, TrainGroup, TrainSequence
 from node.models import load_model
 from node.training.critic import Critic

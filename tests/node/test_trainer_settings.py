@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from node.config import TrainConfig
+from node.config_train import TrainConfig
 from node.interfaces import Batch, StepSkipped, TrainGroup, TrainSequence
 from node.models import load_model
 from node.training import dumps

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from node import batching
 from node.batching import micro_batches
-from node.config import TrainConfig
+from node.config_train import TrainConfig
 from node.interfaces import TrainGroup, TrainSequence
 from node.models import load_model
 from node.training.forward import states

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from node.algorithms.corrections import CORRECTIONS, effective_sample_size, opsm, topr
-from node.config import TrainConfig
+from node.config_train import TrainConfig
 
 
 def weigh(name: str, old: Tensor, mu: Tensor, sequence: list[int] | None = None, **settings: float) -> Tensor:

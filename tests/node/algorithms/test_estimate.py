@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from node.algorithms.estimate import estimate
-from node.config import TrainConfig
+from node.config_train import TrainConfig
 from node.interfaces import TrainGroup, TrainSequence
 
 NAMES = [name for name in get_args(TrainConfig.model_fields["advantage"].annotation) if name != "gigpo"]

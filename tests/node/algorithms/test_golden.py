@@ -10,7 +10,7 @@ from node.algorithms.advantages import ADVANTAGES
 from node.algorithms.corrections import CORRECTIONS
 from node.algorithms.losses import LOSSES, token_weights
 from node.algorithms.returns import gae
-from node.config import TrainConfig
+from node.config_train import TrainConfig
 
 GOLDEN = json.loads((Path(__file__).parent / "golden.json").read_text())
 TOLERANCE = {"atol": 1e-5, "rtol": 0}

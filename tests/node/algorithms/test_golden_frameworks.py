@@ -12,7 +12,7 @@ from node.algorithms.advantages import ADVANTAGES, gdpo, gigpo
 from node.algorithms.corrections import CORRECTIONS, opsm, topr
 from node.algorithms.losses import LOSSES, kl_to_reference, token_weights, value_loss
 from node.algorithms.returns import bilevel_gae, discounted, gae, turn_gae, whiten
-from node.config import TrainConfig
+from node.config_train import TrainConfig
 
 GOLDEN: dict[str, Any] = json.loads((Path(__file__).parent / "golden_frameworks.json").read_text())
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from node.algorithms.losses import LOSSES, kl_to_reference, sequence_mean, token_weights, value_loss
-from node.config import TrainConfig
+from node.config_train import TrainConfig
 
 AGGREGATIONS = get_args(TrainConfig.model_fields["aggregation"].annotation)
 CONFIG = TrainConfig()

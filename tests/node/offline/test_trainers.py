@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from node.config import TrainConfig
+from node.config_train import TrainConfig
 from node.interfaces import Message
 from node.models import ModelBundle, encode_completion, load_model, render_prompt
 from node.offline.examples import Labelled, OfflineError, Pair

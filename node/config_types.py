@@ -1,0 +1,56 @@
+"""What settings are made of: the base of a section, and texts that are checked as they are read."""
+
+from typing import Annotated
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+
+from node.limits import quiet_spans
+from protocol.invite import check_address, check_peer_address
+
+
+def split_commas(value: object) -> object:
+    """Environment variables and flags are text: `a,b` means two entries."""
+    return tuple(part.strip() for part in value.split(",") if part.strip()) if isinstance(value, str) else value
+
+
+Texts = Annotated[tuple[str, ...], BeforeValidator(split_commas)]
+
+
+def listened(address: str) -> str:
+    """A multiaddr to listen on, if it is one; its port may be 0."""
+    if not address.startswith(("/ip4/", "/ip6/")):
+        raise ValueError(f"{address!r} does not look like /ip4/0.0.0.0/tcp/0 or /ip6/::/tcp/0")
+    check_address(address, least_port=0)
+    return address
+
+
+def announced(address: str) -> str:
+    check_address(address.partition("/p2p/")[0])
+    return address
+
+
+def dialled(address: str) -> str:
+    check_peer_address(address)
+    return address
+
+
+def quiet(hours: str) -> str:
+    quiet_spans(hours)
+    return hours
+
+
+def enough(kbps: int) -> int:
+    if 0 < kbps < LEAST_KBPS:
+        raise ValueError(f"{kbps} kbit/s would bring no group within its deadline: at least {LEAST_KBPS}, or 0")
+    return kbps
+
+
+LEAST_KBPS = 64
+Kbps = Annotated[int, Field(ge=0, le=100_000_000), AfterValidator(enough)]
+Multiaddrs = Annotated[tuple[Annotated[str, AfterValidator(announced)], ...], BeforeValidator(split_commas)]
+Peers = Annotated[tuple[Annotated[str, AfterValidator(dialled)], ...], BeforeValidator(split_commas)]
+Decay = Annotated[float, Field(ge=0, lt=1)]
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
