@@ -17,7 +17,7 @@ import time
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -33,6 +33,9 @@ INDEX = "backup.json"
 SMALL = ("identity.key", "config.toml", "manifest.bin", "invite", "listen.port")
 HISTORY = "node.db"
 CHECKPOINT = re.compile(r"checkpoints/(step-\d{1,12}/[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}|journal-\d{1,12}\.bin)")
+SCRATCH = ".backup-"
+SCRATCH_SECONDS = 86_400.0
+"""No backup takes so long: an older scratch directory is one that was killed."""
 MAX_SMALL, MAX_INDEX = 1 << 20, 4 << 20
 MAX_MEMBERS = 4096
 MAX_TOTAL = 1 << 40
@@ -78,9 +81,10 @@ def backup(
     peer_id = json.loads(home.identity_path.read_bytes())["peer_id"]
     aside = file.with_name(f".{file.name}.{os.getpid()}.{secrets.token_hex(4)}")
     members: dict[str, tuple[int, str]] = {}
+    _remove_left_over(home, clock())
     try:
         with (
-            tempfile.TemporaryDirectory(prefix=".backup-", dir=home.path) as scratch,
+            tempfile.TemporaryDirectory(prefix=SCRATCH, dir=home.path) as scratch,
             os.fdopen(os.open(aside, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600), "w+b") as written,
         ):
             with zipfile.ZipFile(written, "w") as archive:
@@ -127,6 +131,14 @@ def _add(archive: zipfile.ZipFile, name: str, source: Path) -> tuple[int, str]:
     return size, digest.hexdigest()
 
 
+def _remove_left_over(home: Home, now: float) -> None:
+    """Scratch directories of backups that were killed."""
+    for left in home.path.glob(SCRATCH + "*"):
+        with suppress(OSError):  # another backup removes its own just now
+            if now - left.stat().st_mtime > SCRATCH_SECONDS:
+                shutil.rmtree(left)
+
+
 def _chunks(content: IO[bytes]) -> Iterator[bytes]:
     while chunk := content.read(CHUNK):
         yield chunk
@@ -136,7 +148,7 @@ def _add_checkpoint(archive: zipfile.ZipFile, home: Home, say: Say) -> dict[str,
     """The newest checkpoint and the journal that goes on from it; before the first one, the journal alone."""
     entries = [entry for entry in CheckpointStore(home.checkpoints, 1).entries() if entry.name != "best"]
     step = entries[-1].step if entries else 0
-    with tempfile.TemporaryDirectory(prefix=".backup-", dir=home.path) as scratch:
+    with tempfile.TemporaryDirectory(prefix=SCRATCH, dir=home.path) as scratch:
         files: dict[str, Path] = {}
         if entries:
             say(f"checkpoint of step {step} ({entries[-1].size >> 20} MB)")

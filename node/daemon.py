@@ -194,6 +194,7 @@ class Daemon:
                     ("transport", self._watch_transport()),
                     ("discovery", self.discovery.run()),
                     ("holding", self.holding.run()),
+                    ("disk", self.holding.watch_disk()),
                     ("watchdog", watch(self.progress, self.home.logs / "stacks.log")),
                     ("training", self._live(services, steps, stay)),
                 ):

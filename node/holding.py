@@ -1,7 +1,8 @@
 """Holds training between steps while a person or a limit says so, and lets it go on by itself (node/limits.py decides).
 
 A person's pause and each limit are separate: what ends one leaves the others. `resume` ends the pause; once there is
-none, it passes over quiet hours or hours a day until they end. Nothing passes over a full disk.
+none, it passes over quiet hours or hours a day until they end. Nothing passes over a full disk. A pause lasts until it
+is ended, over restarts too: a machine that boots again must not take up what its owner has stopped.
 """
 
 import asyncio
@@ -15,7 +16,7 @@ from pathlib import Path
 from node.checkpoint import CheckpointError, CheckpointStore
 from node.config import LimitsConfig
 from node.history import History
-from node.home import home_size
+from node.home import home_size, write_atomic
 from node.limits import RESUME, Disk, Hold, Holder, day_of, limit_hold, over_disk
 from node.loop import Loop
 from node.progress import Progress
@@ -28,6 +29,9 @@ TICK_SECONDS = 5.0
 MEASURE_SECONDS = 60.0
 LEAST_STORE = 16 << 20
 """Bytes of experience that are kept, however full the disk is."""
+PAUSED = "paused"
+"""File of the home that a person's pause is kept in: its reason."""
+LONGEST_REASON = 4096
 
 
 class Holding:
@@ -49,10 +53,13 @@ class Holding:
         self._progress, self._history, self._store, self._trained = progress, history, store, trained
         self._clock, self._zone = clock, zone
         self._loop: Loop | None = None
-        self._person: Hold | None = None
+        self._person = _kept_pause(home / PAUSED)
         self._passed_over: dict[Holder, float] = {}
         self._disk: Disk | None = None
-        self._measured_at = float("-inf")
+        self._to_give_back = False
+        """Whether experience was cut and its room is still the database's."""
+        self.measured_at = float("-inf")
+        """When the disk was last looked at, and room made where it had to be."""
         self._ticked_at = clock()
         self.decide()
 
@@ -65,7 +72,11 @@ class Holding:
 
     def pause(self, reason: str) -> None:
         self._history.event("info", "pause", f"paused: {reason}")
-        self._person = Hold("person", reason, "run shoal resume to go on")
+        self._person = _pause(reason)
+        try:
+            write_atomic(self._home / PAUSED, reason.encode(errors="replace"))
+        except OSError as error:
+            self._history.event("warning", "pause", f"a restart will end the pause: it cannot be kept ({error})")
         self.decide()
 
     def resume(self) -> None:
@@ -73,11 +84,15 @@ class Holding:
         if self._person is not None or held is None:
             self._history.event("info", "pause", "resumed")
             self._person = None
+            try:
+                (self._home / PAUSED).unlink(missing_ok=True)
+            except OSError as error:
+                self._history.event("warning", "pause", f"a restart will pause again: {error}")
         elif held.resumes_at is not None:
             self._history.event("info", "pause", f"resumed in spite of: {held.reason}")
             self._passed_over[held.by] = held.resumes_at
         else:
-            self._measured_at = float("-inf")
+            self.measured_at = float("-inf")
         self.decide()
 
     def change(self, limits: LimitsConfig) -> None:
@@ -86,7 +101,7 @@ class Holding:
             if getattr(limits, key) != getattr(self._limits, key):
                 self._passed_over.pop(key, None)
         if limits.disk_mb != self._limits.disk_mb:
-            self._measured_at = float("-inf")
+            self.measured_at = float("-inf")
             self.resize_store(max(self._store.size, limits.store_mb << 20))  # what was cut may grow again
         self._limits = limits
         self.decide()
@@ -100,11 +115,19 @@ class Holding:
 
     async def run(self) -> None:
         while True:
-            now = self._clock()
-            if not 0 <= now - self._measured_at < MEASURE_SECONDS and self._progress.stage != "checkpoint":
-                await self._measure()
-                self._measured_at = now
             self.tick()
+            await asyncio.sleep(TICK_SECONDS)
+
+    async def watch_disk(self) -> None:
+        """Beside `run`: to make room may have to wait for an update to end, and the clock must not wait with it."""
+        while True:
+            now = self._clock()
+            if not 0 <= now - self.measured_at < MEASURE_SECONDS and self._progress.stage != "checkpoint":
+                await self._measure()
+                self.measured_at = now
+                self.decide()
+            if self._to_give_back:
+                await self._give_back()
             await asyncio.sleep(TICK_SECONDS)
 
     def tick(self) -> None:
@@ -165,30 +188,50 @@ class Holding:
                     return True
             except CheckpointError as error:
                 self._history.event("error", "checkpoint", str(error))
-        try:
-            if self._store.freed > LEAST_STORE:
-                self._store.compact()
-                return True
-        except StoreError as error:  # then nothing that is evicted would come back to the disk either
-            self._history.event("error", "limits", f"experience could not be written anew: {error}")
-            return False
+        if self._store.freed > LEAST_STORE:
+            return await self._give_back()
         over = over_disk(self._limits.disk_mb, disk)
         bound = max(LEAST_STORE, self._store.size - over)
         if bound >= self._store.size:
             return False
         self._history.event("info", "limits", f"experience is cut to {bound >> 20} MB to keep to limits.disk_mb")
         self.resize_store(bound)
-        return True
+        return await self._give_back()
 
     def resize_store(self, max_bytes: int) -> None:
-        """Hold at most so much experience; what that frees is given back to the disk."""
-        smaller = max_bytes < self._store.size
+        """Hold at most so much experience; `watch_disk` gives back to the disk what that frees."""
+        self._to_give_back |= max_bytes < self._store.size
         try:
             self._store.resize(max_bytes)
-            if smaller:
-                self._store.compact()
         except StoreError as error:
             self._history.event("error", "limits", f"experience could not be cut: {error}")
+
+    async def _give_back(self) -> bool:
+        """Room of evicted experience to the disk, a little at a time; whether that could be done."""
+        self._to_give_back = False
+        try:
+            while self._store.compact():  # noqa: ASYNC110 - other work gets its turn
+                await asyncio.sleep(0)
+        except StoreError as error:  # then nothing that is evicted would come back to the disk either
+            self._history.event("error", "limits", f"room of experience could not be given back: {error}")
+            return False
+        return True
+
+
+def _pause(reason: str) -> Hold:
+    return Hold("person", reason, "run shoal resume to go on")
+
+
+def _kept_pause(path: Path) -> Hold | None:
+    """The pause that the last process was in."""
+    try:
+        with path.open("rb") as file:
+            return _pause(file.read(LONGEST_REASON).decode(errors="replace"))
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        log.error("whether this node was paused cannot be read, so it is not: %s", error)
+        return None
 
 
 def measure(home: Path, checkpoints: CheckpointStore | None, first_checkpoint: int) -> Disk:

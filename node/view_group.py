@@ -14,6 +14,7 @@ Json = Any
 MAX_SIBLINGS = 32
 MAX_PIECES = 16_384
 """Tokens shown of one group: completions beyond them are shown as text only."""
+PIECES_AT_ONCE = 256
 SPLIT_TOKENS = 8
 """A character may be spelled by several tokens; more than so many are no character."""
 
@@ -60,8 +61,7 @@ async def completions(group: RolloutGroup, record: GroupRecord, bundle: ModelBun
         found = None
         if bundle is not None and 0 < len(completion.token_ids) // 4 <= room:
             room -= len(completion.token_ids) // 4
-            found = pieces(completion, bundle)
-            await asyncio.sleep(0)  # a long group must not keep the loop to itself
+            found = await pieces(completion, bundle)
         one = {
             "text": completion.text,
             "finish": completion.finish,
@@ -76,7 +76,7 @@ async def completions(group: RolloutGroup, record: GroupRecord, bundle: ModelBun
     return shown
 
 
-def pieces(completion: Completion, bundle: ModelBundle) -> list[dict[str, Json]] | None:
+async def pieces(completion: Completion, bundle: ModelBundle) -> list[dict[str, Json]] | None:
     """Text and log-probability under the behaviour policy of each sampled token; None where the ids are not those of
     the text. Tokens that spell a part of a character have no text but the last, special ones have their name."""
     try:
@@ -90,6 +90,8 @@ def pieces(completion: Completion, bundle: ModelBundle) -> list[dict[str, Json]]
     shown = []
     before = start = 0  # the text of ids[before:start] is told, and decides how what follows is spelled
     for end, (token, logprob) in enumerate(zip(ids, known, strict=True), start=1):
+        if end % PIECES_AT_ONCE == 0:
+            await asyncio.sleep(0)  # a long answer must not keep the API to itself
         if token in special:
             shown.append({"text": str(names(token)), "logprob": logprob})
             before = start = end

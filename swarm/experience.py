@@ -257,9 +257,9 @@ class ExperienceStore:
         """Bytes of the file that hold nothing any more."""
         return self._db.freed()
 
-    def compact(self) -> None:
-        """Give the room of what was evicted back to the disk; takes seconds for some hundred MB. Raises StoreError."""
-        self._db.compact()
+    def compact(self) -> bool:
+        """Give some of the room of what was evicted back to the disk; whether there is more. Raises StoreError."""
+        return self._db.compact()
 
     # -- bounds ----------------------------------------------------------------------------------------------
 

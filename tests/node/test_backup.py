@@ -116,6 +116,17 @@ def test_a_checkpoint_that_is_damaged_is_not_backed_up(full: Home, tmp_path: Pat
     assert not list(full.path.glob(".backup-*"))
 
 
+def test_what_a_killed_backup_left_is_removed(full: Home, tmp_path: Path) -> None:
+    old, new = full.path / ".backup-old", full.path / ".backup-new"
+    for left, age in ((old, 2 * 86_400), (new, 60)):
+        left.mkdir()
+        (left / "model.safetensors").write_bytes(b"old")
+        os.utime(left, (Clock()() - age,) * 2)
+    write(full, tmp_path / "b")
+    assert not old.exists()
+    assert new.exists(), "another backup may be at work there"
+
+
 def test_nothing_is_written_over(full: Home, elsewhere: Home, tmp_path: Path) -> None:
     write(full, tmp_path / "b")
     with pytest.raises(BackupError, match="give another file name"):

@@ -119,6 +119,28 @@ def test_resume_ends_the_pause_first_and_then_passes_over_quiet_hours(node: Node
     assert node.held_by == "quiet_hours"
 
 
+def test_a_pause_outlives_the_process(node: Node) -> None:
+    held = node.start(QUIET)
+    held.pause("a game\x00 of chess")
+    node.now = MORNING
+    held = node.start(QUIET)
+    assert node.held_by == "person"
+    assert "a game\x00 of chess" in node.progress.told()[1]
+    held.resume()
+    node.start(QUIET)
+    assert node.held_by is None
+
+
+def test_a_pause_that_cannot_be_kept_is_one_until_the_restart(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(holding, "write_atomic", full)
+    node.start(QUIET).pause("a game")
+    assert node.held_by == "person"
+    assert "cannot be kept" in node.told()[-1]
+
+
 def test_a_pause_is_not_ended_by_the_end_of_quiet_hours(node: Node) -> None:
     held = node.start(QUIET)
     held.pause("a game")
@@ -178,11 +200,15 @@ def write_checkpoint(node: Node, step: int, size: int) -> None:
 
 
 @pytest.fixture
-def run_once(monkeypatch: pytest.MonkeyPatch) -> Callable[[Holding], Any]:
+def run_once(node: Node, monkeypatch: pytest.MonkeyPatch) -> Callable[[Holding], Any]:
     async def once(held: Holding) -> None:
-        service = asyncio.create_task(held.run())
-        await asyncio.sleep(0.5)
-        service.cancel()
+        services = [asyncio.create_task(service) for service in (held.run(), held.watch_disk())]
+        async with asyncio.timeout(60):
+            while held.measured_at < node.now:  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+        await asyncio.sleep(0.2)
+        for service in services:
+            service.cancel()
 
     monkeypatch.setattr(holding, "TICK_SECONDS", 0.05)
     return once

@@ -152,27 +152,27 @@ def sampled(
     return Completion((Turn("assistant", text),), "stop", len(ids), 1.0, pack_token_ids(ids), known)
 
 
-def test_tokens_are_shown_as_the_text_they_spell(bundle: ModelBundle) -> None:
-    found = pieces(sampled(bundle, "a \u00e9\U0001f41f!"), bundle)
+async def test_tokens_are_shown_as_the_text_they_spell(bundle: ModelBundle) -> None:
+    found = await pieces(sampled(bundle, "a \u00e9\U0001f41f!"), bundle)
     assert found is not None
     # the tokenizer makes one token of each byte: of a character, the last one has the text
     assert [piece["text"] for piece in found] == ["a", " ", "", "\u00e9", "", "", "", "\U0001f41f", "!", "<|im_end|>"]
     assert {piece["logprob"] for piece in found} == {-0.5}
     stray = [encode_completion(bundle, "\u00e9", "stop")[1]] * 9  # the second byte of a character, and no first one
-    broken = pieces(sampled(bundle, decode(bundle, stray), stray), bundle)
+    broken = await pieces(sampled(bundle, decode(bundle, stray), stray), bundle)
     assert broken is not None
     assert "".join(piece["text"] for piece in broken) == decode(bundle, stray)
-    unknown = pieces(sampled(bundle, "ab", logprobs=1), bundle)
+    unknown = await pieces(sampled(bundle, "ab", logprobs=1), bundle)
     assert unknown is not None
     assert [piece["logprob"] for piece in unknown] == [None] * 3
 
 
-def test_ids_that_do_not_spell_the_text_are_not_shown(bundle: ModelBundle) -> None:
+async def test_ids_that_do_not_spell_the_text_are_not_shown(bundle: ModelBundle) -> None:
     ids = encode_completion(bundle, "ab", "stop")
-    assert pieces(sampled(bundle, "ax", ids), bundle) is None
-    assert pieces(sampled(bundle, "ab", [*ids, bundle.vocabulary_size]), bundle) is None
+    assert await pieces(sampled(bundle, "ax", ids), bundle) is None
+    assert await pieces(sampled(bundle, "ab", [*ids, bundle.vocabulary_size]), bundle) is None
     for bad in ({"token_ids": b"123"}, {"logprobs": b"1"}):
-        assert pieces(msgspec.structs.replace(sampled(bundle, "ab"), **bad), bundle) is None
+        assert await pieces(msgspec.structs.replace(sampled(bundle, "ab"), **bad), bundle) is None
 
 
 async def test_tokens_are_shown_of_this_tokenizer_and_up_to_a_bound(

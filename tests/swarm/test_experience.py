@@ -177,6 +177,28 @@ def test_retention_by_bytes_forgets_expired_then_rejected_then_oldest(tmp_path: 
     reopened.close()
 
 
+@pytest.mark.parametrize("of_01", [False, True])
+def test_room_is_given_back_a_little_at_a_time(tmp_path: Path, clock: Any, of_01: bool) -> None:
+    path = tmp_path / "node.db"
+    if of_01:  # Shoal 0.1 made its database without
+        old = sqlite3.connect(path)
+        old.execute("CREATE TABLE other (x)")
+        old.close()
+    store = ExperienceStore(path, 64 << 20, clock)
+    for n in range(100):
+        store.add(record(n), bytes(200_000))
+    store.resize(2 << 20)
+    assert store.freed > 15 << 20
+    calls = 1
+    while store.compact():
+        calls += 1
+    assert (calls == 1) if of_01 else (calls > 3)
+    assert path.stat().st_size < 3 << 20
+    store.add(record(100), bytes(200_000))
+    assert store.body(record(100).digest) == bytes(200_000)
+    store.close()
+
+
 def test_retention_by_age_and_number(tmp_path: Path, clock: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("swarm.announcements.MAX_ANNOUNCEMENTS", 3)
     monkeypatch.setattr("swarm.peer_records.MAX_PEERS", 2)
