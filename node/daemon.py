@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, NoReturn
 
+from node.addresses import caution, reachable
 from node.changing import Change, change
 from node.checkpoint import CheckpointStore
 from node.device import Device, use_threads
@@ -25,7 +26,7 @@ from node.engines.vllm import VllmEngine
 from node.hardware import Setup, prepare
 from node.history import History
 from node.holding import Holding
-from node.home import DaemonInfo, Home, models_dir, reachable
+from node.home import DaemonInfo, Home, models_dir
 from node.limits import local_zone
 from node.loop import Loop, Parts
 from node.memory import share_gpu
@@ -365,11 +366,12 @@ class Daemon:
             error = error.exceptions[0]
         self._say_failed(error)
         log.error("the node failed", exc_info=error)
-        self.history.event("error", "failed", self.progress.reason)  # `shoal status` reads it from then on
+        self.history.event("error", "failed", _in_words(error))  # `shoal status` reads it from then on
         return 1
 
     def _say_failed(self, error: BaseException) -> None:
-        self.progress.say("FAILED", f"{type(error).__name__}: {error}", "read the log: shoal logs")
+        what, _, fix = _in_words(error).partition(" ; ")
+        self.progress.say("FAILED", what, fix or "read the log: shoal logs")
 
     def _goodbye(self, code: int) -> None:
         """Say what is saved, and close the files."""
@@ -420,3 +422,10 @@ class Daemon:
         """An invite to this node's swarm, with this node as the way in."""
         swarm = self.home.swarm()
         return Invite(swarm.manifest_digest, reachable(self.transport.addresses()), swarm.psk, swarm.name).to_uri()
+
+    def invite_caution(self) -> str:
+        return caution(reachable(self.transport.addresses()), self.config.network.announce)
+
+
+def _in_words(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"

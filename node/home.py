@@ -5,12 +5,11 @@ Files with secrets (identity, API token, invite with its private-network key) ar
 """
 
 import fcntl
-import ipaddress
 import json
 import os
 import secrets
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -304,33 +303,6 @@ class Home:
         self.invite_path.unlink()
         self.manifest_path.unlink(missing_ok=True)
         return name
-
-
-def reachable(addresses: Sequence[str]) -> tuple[str, ...]:
-    """Multiaddrs others can dial: an unspecified address becomes this machine's, those of the LAN first."""
-    found: dict[str, None] = {}
-    for address in addresses:
-        _, kind, host, *rest = address.split("/")
-        if kind not in ("ip4", "ip6") or not ipaddress.ip_address(host).is_unspecified:
-            found[address] = None
-            continue
-        for own in interface_addresses(4 if kind == "ip4" else 6):
-            found["/".join(("", kind, own, *rest))] = None
-    return tuple(found)
-
-
-def interface_addresses(version: int) -> list[str]:
-    """This machine's addresses of IP version 4 or 6, loopback last, link-local (useless without a zone) left out."""
-    parsed = []
-    for entries in psutil.net_if_addrs().values():
-        for entry in entries:
-            try:
-                address = ipaddress.ip_address(entry.address)
-            except ValueError:  # a hardware address, or link-local with its zone
-                continue
-            if address.version == version and not address.is_link_local:
-                parsed.append(address)
-    return [str(address) for address in sorted(set(parsed), key=lambda a: (a.is_loopback, str(a)))]
 
 
 def home_size(home: Path) -> int:

@@ -42,7 +42,10 @@ class Progress:
     stages: dict[str, float] = field(default_factory=dict)
 
     def say(self, state: State, reason: str = "", next: str = "") -> None:
-        if (state, reason) != (self.state, self.reason):
+        if (state, reason) != (
+            self.state,
+            self.reason,
+        ) and state != "FAILED":  # the daemon logs that with its traceback
             log.info("%s  %s", state, "; ".join(filter(None, (reason, next))))
         self.state, self.reason, self.next = state, reason, next
 

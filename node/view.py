@@ -143,6 +143,7 @@ class DaemonView:
             "members": 1 + sum(peer.record.last_seen >= now - MEMBER_SECONDS for peer in standings(node)),
             "coordinator": None,
             "invite": node.invite_uri(),
+            "invite_caution": node.invite_caution(),
         }
 
     def events(self, after: int | None, limit: int) -> Sequence[Mapping[str, Json]]:

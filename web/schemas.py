@@ -198,6 +198,7 @@ SCHEMAS: dict[str, Schema] = {
             "private": FLAG,
             "members": INTEGER,
             "invite": TEXT,
+            "invite_caution": TEXT,
         },
     },
     "Event": obj(

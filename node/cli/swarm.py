@@ -87,6 +87,7 @@ def show(session: Session) -> None:
 @with_session
 def invite(session: Session) -> None:
     """Print a link with which others join this swarm through this node."""
+    from node.addresses import caution
     from node.cli.output import emit
     from protocol.invite import Invite
 
@@ -98,12 +99,8 @@ def invite(session: Session) -> None:
         emit({"invite": link, "swarm": membership.name, "bootstrap": addresses, "private": membership.psk is not None})
     else:
         click.echo(link)
-    if all(address.startswith(("/ip4/127.", "/ip6/::1/")) for address in addresses):
-        click.echo(
-            "shoal: these addresses are of this machine only, so nobody elsewhere can use the invite ; "
-            "shoal config set network.listen /ip4/0.0.0.0/tcp/7946, then start the node again",
-            err=True,
-        )
+    if warning := caution(addresses, session.settings(home).config.network.announce):
+        click.echo(f"shoal: {warning}", err=True)
 
 
 def own_addresses(home: "Home", session: Session) -> tuple[str, ...]:
@@ -111,7 +108,7 @@ def own_addresses(home: "Home", session: Session) -> tuple[str, ...]:
 
     Raises NoAddress where the port is only known once the daemon has run.
     """
-    from node.home import reachable
+    from node.addresses import reachable
     from protocol.invite import MAX_BOOTSTRAP
 
     settings: Settings = session.settings(home)

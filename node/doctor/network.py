@@ -11,8 +11,9 @@ from typing import Any
 
 import psutil
 
+from node.addresses import interface_addresses
 from node.doctor.finding import PROBE_SECONDS, Finding, Subject, failed, ok, warn
-from node.home import HomeError, NoSwarm, interface_addresses
+from node.home import HomeError, NoSwarm
 
 FUTURE = "from_future"
 """What a peer's record is rejected for whose clock is ahead of ours (protocol/rejection.py)."""

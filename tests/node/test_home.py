@@ -15,9 +15,7 @@ from node.home import (
     NoSwarm,
     NotInitialised,
     default_home,
-    interface_addresses,
     models_dir,
-    reachable,
     write_atomic,
 )
 from protocol.identity import Identity
@@ -209,14 +207,6 @@ def test_damaged_swarm_files_are_named(home: Home) -> None:
     home.invite_path.write_text("shoal:junk")
     with pytest.raises(HomeError, match="invite is damaged"):
         home.swarm()
-
-
-def test_unspecified_addresses_become_real_ones() -> None:
-    own = interface_addresses(4)
-    assert own[-1] == "127.0.0.1"
-    assert reachable(["/ip4/0.0.0.0/tcp/1/p2p/x"]) == tuple(f"/ip4/{address}/tcp/1/p2p/x" for address in own)
-    kept = ["/ip4/192.0.2.7/tcp/1/p2p/x", "/dns4/node.example/tcp/1/p2p/x"]
-    assert reachable([*kept, kept[0]]) == tuple(kept)
 
 
 @pytest.mark.parametrize("pid", ['"x"', "-1", "9" * 30])

@@ -201,6 +201,7 @@ def test_the_swarm_in_words_with_its_members(tmp_path: Path, clock: Any) -> None
         home=SimpleNamespace(swarm=lambda: SimpleNamespace(psk=b"k" * 32)),
         transport=SimpleNamespace(peers=lambda: ("stranger",)),
         invite_uri=lambda: "shoal:x",
+        invite_caution=lambda: "",
     )
     said = DaemonView(node).swarm()
     assert is_as_described("Swarm", said)

@@ -5,8 +5,9 @@ from pathlib import Path
 import pytest
 from click.testing import Result
 
+from node.addresses import interface_addresses
 from node.cli.up import enter_swarm
-from node.home import DaemonInfo, Home, HomeError, interface_addresses
+from node.home import DaemonInfo, Home, HomeError
 from protocol.identity import Identity
 from protocol.invite import Invite
 from protocol.manifest import embedded_manifest
