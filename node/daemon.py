@@ -42,10 +42,12 @@ from node.trained import TrainedDays
 from node.training.distill import load_teacher
 from node.training.local import LocalTrainer
 from node.view import DaemonView
+from node.view_peers import members_seen
 from node.watchdog import watch
 from protocol.assignment import held_out_task
 from protocol.invite import Invite
 from protocol.manifest import Manifest, check_local_limits
+from swarm.directory import list_in_directory
 from swarm.exchange import Exchange, FetchFailed, fetch_manifest
 from swarm.experience import ExperienceStore
 from swarm.libp2p_transport import Libp2pTransport
@@ -229,6 +231,8 @@ class Daemon:
         manifest = self.manifest = await self._know_manifest()
         check_local_limits(manifest, self.clock(), max_group_mb=self.config.limits.group_mb)
         serve_manifest(self.transport, manifest, self.clock)
+        if self.home.is_listed():
+            services.create_task(self._told(self._list(manifest)), name="directory")
         self.progress.say("STARTING", "starting the scorer and loading the model")
         self.scorer = make_scorer(manifest.environments, self.config.limits)
         async with self.progress.during("load"):
@@ -289,6 +293,17 @@ class Daemon:
                     self.home.keep_manifest(manifest)
                     return manifest
             await asyncio.sleep(0.5)
+
+    async def _list(self, manifest: Manifest) -> None:
+        """Tell the public directory of this swarm."""
+        await list_in_directory(
+            self.transport,
+            self.identity,
+            manifest,
+            clock=self.clock,
+            addresses=lambda: reachable(self.transport.addresses()),
+            members=lambda: members_seen(self),
+        )
 
     def _load(self) -> tuple[Setup, ModelBundle]:
         use_threads(self.config.node.threads)

@@ -112,6 +112,7 @@ class Home:
         self.daemon_path = self.path / "daemon.json"
         self.lock_path = self.path / "lock"
         self.port_path = self.path / "listen.port"
+        self.listed_path = self.path / "listed"
         self.checkpoints = self.path / "checkpoints"
         self.logs = self.path / "logs"
         self.log_path = self.logs / "node.log"
@@ -296,6 +297,26 @@ class Home:
         """Belong to a new swarm of one's own. Raises HomeError when the home already belongs to another one."""
         self.join(Invite(manifest_digest=manifest.digest, bootstrap=(), psk=psk, name=manifest.name))
         self.keep_manifest(manifest)
+
+    def list_publicly(self, listed: bool) -> None:
+        """Whether this node tells the public directory of its swarm, of this one only. Raises NoSwarm, HomeError."""
+        swarm = self.swarm()
+        if not listed:
+            self.listed_path.unlink(missing_ok=True)
+            return
+        if swarm.psk is not None:
+            raise HomeError(
+                f"swarm {swarm.name} is private: nobody without its key could join ; hand out invites instead"
+            )
+        write_atomic(self.listed_path, swarm.manifest_digest.hex().encode())
+
+    def is_listed(self) -> bool:
+        """Whether this node tells the public directory of its swarm. Raises NoSwarm."""
+        swarm = self.swarm()
+        try:
+            return swarm.psk is None and self.listed_path.read_bytes() == swarm.manifest_digest.hex().encode()
+        except FileNotFoundError:
+            return False
 
     def leave(self) -> str:
         """Belong to no swarm; model, identity and experience stay. Returns its name. Raises NoSwarm."""

@@ -14,7 +14,7 @@ from node.manifest_words import in_sentences
 from node.scorer import ScorerError
 from node.settings import ConfigError, Overridden, public_values
 from node.view_group import MAX_SIBLINGS, completions, group_summary, task_of
-from node.view_peers import peer_graph, peers_page, standings
+from node.view_peers import members_seen, peer_graph, peers_page
 from swarm.experience import UnknownGroup
 from web.view import NotFound, SettingOverridden, SettingRefused
 
@@ -27,7 +27,6 @@ Json = Any
 VERSION = version("shoal")
 LONG_STAGES = 3
 """Of a step: sampling, updating and scoring may each take as long as one stage may."""
-MEMBER_SECONDS = 86400.0
 """Who was seen in this time is a member of the swarm, and so is this node."""
 
 
@@ -140,7 +139,8 @@ class DaemonView:
             },
             "words": in_sentences(manifest, private=private),
             "private": private,
-            "members": 1 + sum(peer.record.last_seen >= now - MEMBER_SECONDS for peer in standings(node)),
+            "members": members_seen(node),
+            "listed": node.home.is_listed(),
             "coordinator": None,
             "invite": node.invite_uri(),
             "invite_caution": node.invite_caution(),

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
 Json = Any
 MAX_NODES = 200
+MEMBER_SECONDS = 86400.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +45,12 @@ def standings(node: "Daemon") -> list[Standing]:
         known = found.get(peer) or Standing(PeerRecord(peer, 0.0, 0.0, now, False, "", now, now), 0, 0)
         found[peer] = replace(known, record=replace(known.record, last_seen=now))
     return [found[peer] for peer in sorted(found)]
+
+
+def members_seen(node: "Daemon") -> int:
+    """Nodes of the swarm seen in the last day, this one included."""
+    since = node.clock() - MEMBER_SECONDS
+    return 1 + sum(peer.record.last_seen >= since for peer in standings(node))
 
 
 def peers_page(node: "Daemon", offset: int, limit: int, *, sort: str, descending: bool, search: str) -> dict[str, Json]:

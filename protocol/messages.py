@@ -19,6 +19,8 @@ LIVE_PROTOCOL = "/shoal/live/1.1.0"
 """Heal lost announcements: LiveRequest -> LiveResponse."""
 MANIFEST_PROTOCOL = "/shoal/manifest/1.0.0"
 """ManifestRequest -> the manifest's bytes, or an empty answer: not held."""
+LISTING_PROTOCOL = "/shoal/listing/1.0.0"
+"""An empty request -> a sealed listing of the swarm (protocol.listing), from nodes of public swarms."""
 
 MAX_ANNOUNCEMENT_BYTES = 2048
 MAX_REQUEST_BYTES = 64 * 1024

@@ -196,6 +196,7 @@ SCHEMAS: dict[str, Schema] = {
             "epochs": mapping(NUMBER),
             "words": array(TEXT),
             "private": FLAG,
+            "listed": FLAG,
             "members": INTEGER,
             "invite": TEXT,
             "invite_caution": TEXT,

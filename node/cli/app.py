@@ -17,13 +17,14 @@ from node.cli.control import down, health, open_page, pause, resume
 from node.cli.doctor import doctor
 from node.cli.environments import env
 from node.cli.errors import FAILURE
+from node.cli.joining import join
 from node.cli.local import local
 from node.cli.logs import logs
 from node.cli.models import model
 from node.cli.report import report
 from node.cli.session import Group, Session, global_options, with_session
 from node.cli.status import groups, peers, status, steps
-from node.cli.swarm import join, leave, swarm
+from node.cli.swarm import leave, swarm
 from node.cli.train import train
 from node.cli.up import init, up
 

@@ -1,4 +1,4 @@
-"""Swarms: create, show, invite, join, leave."""
+"""The swarm of a node: create, show, invite, leave. Joining one: node.cli.joining."""
 
 import time
 from pathlib import Path
@@ -31,8 +31,9 @@ def swarm() -> None:
     help="TOML with environments, caps and epochs; without it: the embedded curriculum",
 )
 @click.option("--private", is_flag=True, help="only nodes with the invite's key can connect")
+@click.option("--public", is_flag=True, help="list it in the public directory: see `shoal swarm discover`")
 @with_session
-def create(session: Session, name: str, file: Path | None, private: bool) -> None:
+def create(session: Session, name: str, file: Path | None, private: bool, public: bool) -> None:
     """Begin a swarm: write its manifest into this home."""
     import secrets
 
@@ -40,13 +41,17 @@ def create(session: Session, name: str, file: Path | None, private: bool) -> Non
     from node.manifest_file import read_manifest
     from protocol.manifest import embedded_manifest
 
+    if private and public:
+        raise click.UsageError("a swarm is --private or --public, not both.")
     home = session.node()
     now = time.time()
     manifest = embedded_manifest(name, now) if file is None else read_manifest(file, name, now)
     with home.lock():
         home.found(manifest, secrets.token_bytes(32) if private else None)
+        if public:
+            home.list_publicly(True)
     if session.as_json:
-        emit({"name": name, "digest": manifest.digest.hex(), "private": private})
+        emit({"name": name, "digest": manifest.digest.hex(), "private": private, "public": public})
     else:
         click.echo(f"Swarm {name} ({manifest.digest.hex()[:12]}) made\nNext: shoal up, then shoal swarm invite")
 
@@ -129,24 +134,6 @@ def own_addresses(home: "Home", session: Session) -> tuple[str, ...]:
         bare = (f"{prefix}/{known}",)
     full = [address if "/p2p/" in address else f"{address}/p2p/{peer_id}" for address in bare]
     return reachable(full)[:MAX_BOOTSTRAP]
-
-
-@click.command(cls=Command)
-@click.argument("link", metavar="INVITE")
-@with_session
-def join(session: Session, link: str) -> None:
-    """Belong to the swarm of an invite (shoal:...) from the next start on."""
-    from node.cli.output import emit
-    from protocol.invite import Invite
-
-    invitation = Invite.parse(link)
-    home = session.node()
-    with home.lock():
-        home.join(invitation)
-    if session.as_json:
-        emit({"swarm": invitation.name, "digest": invitation.manifest_digest.hex()})
-    else:
-        click.echo(f"Joined swarm {invitation.name}\nNext: shoal up")
 
 
 @click.command(cls=Command)

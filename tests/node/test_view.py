@@ -198,7 +198,7 @@ def test_the_swarm_in_words_with_its_members(tmp_path: Path, clock: Any) -> None
         manifest=manifest,
         clock=clock,
         store=store,
-        home=SimpleNamespace(swarm=lambda: SimpleNamespace(psk=b"k" * 32)),
+        home=SimpleNamespace(swarm=lambda: SimpleNamespace(psk=b"k" * 32), is_listed=lambda: False),
         transport=SimpleNamespace(peers=lambda: ("stranger",)),
         invite_uri=lambda: "shoal:x",
         invite_caution=lambda: "",

@@ -20,6 +20,7 @@ from protocol.assignment import held_out_task, is_assigned, own_task, shared_tas
 from protocol.envelope import Domain, digest_of, seal, unseal
 from protocol.identity import Identity, public_key_of, verify
 from protocol.invite import Invite
+from protocol.listing import Listing, directory_key, open_listing, shard_of
 from protocol.manifest import Manifest
 from protocol.messages import (
     Announcement,
@@ -180,3 +181,22 @@ def test_invites(vector: dict[str, Any]) -> None:
     frame = b"\x01" + umsgpack.packb([digest, vector["bootstrap"], psk, vector["name"]])
     text = base64.urlsafe_b64encode(frame + hashlib.sha256(frame).digest()[:4]).decode()
     assert vector["uri"] == "shoal:" + text.rstrip("=")
+
+
+def test_listing() -> None:
+    vector, sealed = VECTORS["listing"], bytes.fromhex(VECTORS["listing"]["sealed_hex"])
+    manifest = MANIFESTS[vector["manifest"]]
+    listing = open_listing(sealed, ME.peer_id, vector["issued"])
+    assert listing == Listing(manifest, tuple(vector["addresses"]), vector["members"])
+    assert (shard_of(manifest), directory_key(shard_of(manifest)).hex()) == (vector["shard"], vector["key_hex"])
+    # the same from docs/protocol.md alone
+    _, domain, _, issued, lifetime, packed, _ = umsgpack.unpackb(sealed)
+    assert (domain, issued, lifetime) == (5, vector["issued"], 900)
+    fields = [
+        bytes.fromhex(VECTORS["manifests"][vector["manifest"]]["bytes_hex"]),
+        vector["addresses"],
+        vector["members"],
+    ]
+    assert zlib.decompress(packed, wbits=-15) == umsgpack.packb(fields)
+    shard = manifest.digest[0] % 8
+    assert hashlib.sha256(b"shoal/1/directory\n" + bytes([shard])).hexdigest() == vector["key_hex"]
