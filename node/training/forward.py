@@ -84,7 +84,9 @@ def sequence_logprobs(
             values = forward(micro or idle()).logprobs.cpu()
             if micro is not None:
                 places = [
-                    starts[member] + i for member, path in zip(micro.members, micro.paths, strict=True) for i in range(len(path))
+                    starts[member] + i
+                    for member, path in zip(micro.members, micro.paths, strict=True)
+                    for i in range(len(path))
                 ]
                 found[places] = values
     if add_up is not None:

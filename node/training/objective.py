@@ -33,8 +33,8 @@ class StepObjective:
     """All completions of one step as flat tensors [N], token after token, sequence after sequence.
 
     In order: `remember` what a pass over all of them gave (only if `config.looks_first`), `judge` once; then for each
-    optimizer step `begin` with its completions, call `loss` once per micro-batch, and `end`. The losses add up to the loss of
-    the optimizer step, because a token's weight is taken over all of its completions.
+    optimizer step `begin` with its completions, call `loss` once per micro-batch, and `end`. The losses add up to the
+    loss of the optimizer step, because a token's weight is taken over all of its completions.
     """
 
     def __init__(self, config: TrainConfig, groups: Sequence[TrainGroup], device: torch.device) -> None:
