@@ -101,7 +101,7 @@ def main(descriptor: int) -> None:
     code = 0
     try:
         _serve(connection)
-    except Exception as error:  # noqa: BLE001 - whatever it is, it is told to the node
+    except Exception as error:
         log.exception("the worker fails")
         connection.send(_ended(error))
         code = 1

@@ -33,6 +33,8 @@ GRACE_SECONDS = 1.0
 to be gone."""
 HIDDEN = ("SHOAL_", "HF_TOKEN")
 """Beginnings of variables that workers have no business with: the passphrase of the identity is one."""
+ROOT = Path(__file__).parents[2]
+"""Where the worker's modules are found: the same ones as the node's."""
 ENDS = ("model", "memory", "error")
 """Kinds of failure after which a worker has ended."""
 
@@ -125,12 +127,14 @@ class Workers:
     def _launch(self, rank: int) -> _Worker:
         ours, theirs = socket.socketpair()
         kept = {name: value for name, value in os.environ.items() if not name.startswith(HIDDEN)}
-        variables = {"OMP_NUM_THREADS": str(self.plan.threads)}
+        # -P: a `torch.py` where the node was started is not torch
+        path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+        variables = {"OMP_NUM_THREADS": str(self.plan.threads), "PYTHONPATH": path}
         if sys.platform == "linux":
-            variables["GLOO_SOCKET_IFNAME"] = "lo"  # all workers are on this machine
+            variables |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}  # all workers are on this machine
         with theirs, open_log(self.plan.log) as output:
             process = subprocess.Popen(
-                [sys.executable, "-m", "node.training.worker", str(theirs.fileno())],
+                [sys.executable, "-P", "-m", "node.training.worker", str(theirs.fileno())],
                 pass_fds=(theirs.fileno(),),
                 stdin=subprocess.DEVNULL,
                 stdout=output,

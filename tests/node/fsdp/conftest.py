@@ -73,7 +73,9 @@ def sharded(
         plan = WorkerPlan(shards, "cpu", "float32", path, place, 1, 0.0, place / "dumps", place / "trainer.log")
         config = TrainConfig(**{**SETTINGS, **settings, "shards": shards})
         handover = place / f"handover-{len(made)}"
-        trainer = ShardedTrainer(bundle, config, Workers(plan, silent=silent), handover=handover, seconds=lambda: SECONDS)
+        trainer = ShardedTrainer(
+            bundle, config, Workers(plan, silent=silent), handover=handover, seconds=lambda: SECONDS
+        )
         made.append(trainer)
         trainer.start()
         return trainer
