@@ -27,8 +27,10 @@ from node.training.forward import States, states
 
 PART_BYTES = 4 << 30
 """Weights are gathered and written in files of at most this, or one tensor: what the first process needs for it."""
-SMALLEST_PART = 64
+SMALLEST_PART = 16
 """Tokens of a micro-batch below which no more are made for the sake of even work."""
+ROOM = (1.0, 1.15, 1.3, 1.5)
+"""Sizes of an even part of the work that are tried."""
 INDEX = "model.safetensors.index.json"
 FILE = "model.safetensors"
 
@@ -153,17 +155,21 @@ def split(sizes: Mapping[str, int], most: int = PART_BYTES) -> list[list[str]]:
 
 
 def evened(micros: Sequence[MicroBatch], count: int) -> Sequence[MicroBatch]:
-    """The same sequences in micro-batches that keep `count` processes equally busy, where that makes the work shorter.
+    """The same sequences in micro-batches that keep `count` processes equally busy, in as many rounds.
 
-    Work is the largest micro-batch of each round, added up: the others wait for it.
+    What is merged in one micro-batch costs twice in two, so the budget of an even part is tried with some room, too. The
+    work is the largest micro-batch of each round, added up: the others wait for it.
     """
-    if not micros or len(micros) % count == 0:
+    if len(micros) % count == 0:
         return micros
-    rounds = -(-len(micros) // count)
-    budget = max(SMALLEST_PART, -(-sum(len(micro.trie) for micro in micros) // (rounds * count)))
+    slots = -(-len(micros) // count) * count
+    part = -(-sum(len(micro.trie) for micro in micros) // slots)
     members = [member for micro in micros for member in micro.members]
-    smaller = micro_batches(micros[0].groups, members, budget, micros[0].trie.merge)
-    return min(micros, smaller, key=lambda those: _work(those, count))
+    tried = [micros]
+    for room in ROOM:
+        budget = max(SMALLEST_PART, int(part * room))
+        tried.append(micro_batches(micros[0].groups, members, budget, micros[0].trie.merge))
+    return min((those for those in tried if len(those) <= slots), key=lambda those: _work(those, count))
 
 
 def _work(micros: Sequence[MicroBatch], count: int) -> int:

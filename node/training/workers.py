@@ -33,6 +33,8 @@ GRACE_SECONDS = 1.0
 to be gone."""
 HIDDEN = ("SHOAL_", "HF_TOKEN")
 """Beginnings of variables that workers have no business with: the passphrase of the identity is one."""
+COMMAND = (sys.executable, "-P", "-m", "node.training.worker")
+"""-P: a `torch.py` in the directory where the node was started is not torch."""
 ROOT = Path(__file__).parents[2]
 """Where the worker's modules are found: the same ones as the node's."""
 ENDS = ("model", "memory", "error")
@@ -127,14 +129,13 @@ class Workers:
     def _launch(self, rank: int) -> _Worker:
         ours, theirs = socket.socketpair()
         kept = {name: value for name, value in os.environ.items() if not name.startswith(HIDDEN)}
-        # -P: a `torch.py` where the node was started is not torch
         path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
         variables = {"OMP_NUM_THREADS": str(self.plan.threads), "PYTHONPATH": path}
         if sys.platform == "linux":
             variables |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}  # all workers are on this machine
         with theirs, open_log(self.plan.log) as output:
             process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "node.training.worker", str(theirs.fileno())],
+                [*COMMAND, str(theirs.fileno())],
                 pass_fds=(theirs.fileno(),),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
@@ -211,7 +212,11 @@ class Workers:
     def _lost(self) -> WorkersLost:
         """Why, by the likeliest cause; all workers are ended."""
         codes = {worker.rank: worker.process.poll() for worker in self._workers}
-        told = [(worker, worker.answer) for worker in self._workers if isinstance(worker.answer, Failed)]
+        told = [
+            (worker, worker.answer)
+            for worker in self._workers
+            if isinstance(worker.answer, Failed) and worker.answer.kind in ENDS
+        ]
         self.kill(forget=False)
         try:
             for worker, failed in told:
@@ -223,7 +228,7 @@ class Workers:
                 if (code := codes[worker.rank]) is not None and code < 0:
                     return WorkersLost(f"{worker.name} was ended by {signal.Signals(-code).name}")
             for worker in self._workers:
-                if worker.trouble and worker.answer is None:
+                if worker.trouble and not _has_ended(worker.answer):
                     code = codes[worker.rank]
                     how = worker.trouble if code is None else f"ended with code {code}"
                     return WorkersLost(f"{worker.name} {how}; see {self.plan.log}\n{log_tail(self.plan.log)}")

@@ -127,9 +127,7 @@ def test_two_gpus_train_as_one_does(dtype: Kind, tmp_path: Path) -> None:
             assert ours.loss == pytest.approx(theirs.loss, rel=near, abs=near)
             assert ours.grad_norm == pytest.approx(theirs.grad_norm, rel=near)
         for mine, other in zip(node.model.parameters(), one.model.parameters(), strict=True):
-            torch.testing.assert_close(
-                mine.float(), other.float().cpu(), atol=1e-4 if dtype == "float32" else 1e-2, rtol=0
-            )
+            torch.testing.assert_close(mine.float(), other.float().cpu(), atol=10 * near, rtol=0)
     finally:
         trainer.close()
 

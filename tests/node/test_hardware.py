@@ -153,9 +153,7 @@ def test_shards_and_vllm_are_apart_only_where_they_share_no_gpu() -> None:
 
 
 def test_more_shards_than_gpus_are_refused() -> None:
-    with pytest.raises(
-        ModelError, match=r"train\.shards = 8 needs a GPU for each, and there are 4; set train\.shards to 4"
-    ):
+    with pytest.raises(ModelError, match=r"shards = 8 needs a GPU for each, and there are 4; set train\.shards to 4"):
         check_shards(config(train={"shards": 8}), FOUR_GPUS)
     check_shards(config(train={"shards": 4}), FOUR_GPUS)
     check_shards(config(train={"shards": 8}), CPU)

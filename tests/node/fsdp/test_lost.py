@@ -91,13 +91,13 @@ async def test_a_lost_step_is_repeated_from_the_journal(
     loop = Loop(parts)
     history.record_evaluation(0, {"x": 0.0})
     told: list[tuple[str, str, str]] = []
-    say = parts.progress.say
+    say = Progress.say
 
-    def listen(state: Any, reason: str = "", next: str = "") -> None:
+    def listen(progress: Progress, state: Any, reason: str = "", next: str = "") -> None:
         told.append((state, reason, next))
-        say(state, reason, next)
+        say(progress, state, reason, next)
 
-    monkeypatch.setattr(parts.progress, "say", listen)
+    monkeypatch.setattr(Progress, "say", listen)
 
     async def step() -> None:
         number = trainer.step + 1
