@@ -209,6 +209,11 @@ class Config(Section):
                 "trainer's, and train.correction = none does not correct that; set train.correction to tis, or "
                 "engine.quantization to none"
             )
+        if self.train.shards > 1 and ":" in self.model.device:
+            raise ValueError(
+                f"train.shards = {self.train.shards} uses the first {self.train.shards} GPUs, and model.device = "
+                f"{self.model.device} names one; set model.device to cuda or auto, or train.shards to 1"
+            )
         if self.train.lora_rank and self.engine.transfer == "nccl":
             raise ValueError(
                 "engine.transfer = nccl sends whole weights, and train.lora_rank trains adapters only; set "

@@ -19,6 +19,9 @@ class TrainConfig(Section):
     optimizer: Literal["adamw", "adamw8bit"] = Field(
         "adamw", description="adamw8bit: moments in 8 bits instead of 32, on a GPU, by bitsandbytes"
     )
+    shards: int = Field(
+        1, ge=1, le=64, description="devices that hold the model together, each with a worker process of its own"
+    )
     gradient_checkpointing: Literal["auto", "on", "off"] = Field(
         "auto", description="compute layers again on the way back, to keep less; auto: once memory runs out"
     )
@@ -149,6 +152,16 @@ class TrainConfig(Section):
                 f"train.curriculum_low = {self.curriculum_low:g} is above train.curriculum_high = "
                 f"{self.curriculum_high:g}: no pass rate is in between; set it to at most {self.curriculum_high:g}"
             )
+        if self.shards > 1 and self.lora_rank:
+            raise ValueError(
+                f"train.shards = {self.shards} shares out whole weights, and train.lora_rank trains adapters only, "
+                "which fit one device; set train.shards to 1, or train.lora_rank to 0"
+            )
+        if self.shards > 1 and self.optimizer != "adamw":
+            raise ValueError(
+                f"train.shards = {self.shards} shares out moments of 32 bits, and train.optimizer = {self.optimizer} "
+                "keeps them in 8; set train.optimizer to adamw, or train.shards to 1"
+            )
         if self.advantage == "gigpo":
             raise ValueError(
                 "train.advantage = gigpo compares the turns of an episode, and every environment here has one turn, "
@@ -174,9 +187,11 @@ TRAIN_AT_START = frozenset(
         "lora_alpha",
         "lora_targets",
         "optimizer",
+        "shards",
         "routing_replay",
         "distill_teacher",
         "kl_coefficient",
     }
 )
-"""What is trained, what else is in memory for it (a teacher, the reference), and what the engine must send along."""
+"""What is trained, by how many processes, what else is in memory for it (a teacher, the reference), and what the engine
+must send along."""

@@ -27,6 +27,7 @@ from node.hardware import Setup, prepare
 from node.history import History
 from node.holding import Holding
 from node.home import DaemonInfo, Home, models_dir
+from node.interfaces import Trainer
 from node.limits import local_zone
 from node.loop import Loop, Parts
 from node.memory import share_gpu
@@ -39,8 +40,9 @@ from node.scheduling.own import schedule
 from node.scorer import Scorer, make_scorer
 from node.settings import Settings
 from node.trained import TrainedDays
+from node.training.choose import make_trainer, place_of_model
 from node.training.distill import load_teacher
-from node.training.local import LocalTrainer
+from node.training.sharded import ShardedTrainer
 from node.view import DaemonView
 from node.view_peers import members_seen
 from node.watchdog import watch
@@ -122,6 +124,7 @@ class Daemon:
         self.engine = ""
         """Which engine samples, and why."""
         self.scorer: Scorer | None = None
+        self.trainer: Trainer | None = None
         self.exchange: Exchange | None = None
         self.loop: Loop | None = None
         self.as_json = as_json
@@ -209,6 +212,8 @@ class Daemon:
                 await self.loop.parts.engine.close()
             if self.scorer is not None:
                 await self.scorer.close()
+            if isinstance(self.trainer, ShardedTrainer):
+                self.trainer.close()
             await self.transport.stop()
 
     async def _told(self, service: Coroutine[Any, Any, None]) -> None:
@@ -310,7 +315,8 @@ class Daemon:
         model = self.config.model
         share_gpu(device_of(model.device), self.config.limits.gpu_memory_share)
         setup = prepare(self.config, models_dir())
-        return setup, load_model(model.path, device=model.device, dtype=model.dtype, models=models_dir())
+        device, dtype = place_of_model(self.config, setup)
+        return setup, load_model(model.path, device=device, dtype=dtype, models=models_dir())
 
     async def _make_parts(
         self, manifest: Manifest, scorer: Scorer
@@ -324,9 +330,11 @@ class Daemon:
             starting.cancel()
         self.bundle, self.engine = bundle, setup.choice.why
         self.history.event("info", "engine", self.engine)
-        trainer = await self.device.run(
-            functools.partial(LocalTrainer, bundle, config.train, dumps=self.home.path / "dumps")
+        self.trainer = trainer = await self.device.run(
+            functools.partial(make_trainer, bundle, config, self.home, seconds=lambda: self.progress.deadline)
         )
+        if isinstance(trainer, ShardedTrainer):
+            self.history.event("info", "trainer", f"training on {config.train.shards} workers: {trainer.workers}")
         engines = make_engines(
             setup,
             config,

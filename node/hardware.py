@@ -72,6 +72,8 @@ class ModelShape:
     """Numbers of one token's state between layers."""
     linear: Mapping[str, int] = field(default_factory=dict)
     """Linear layers by name (q_proj), those of experts left out: numbers in and out of one token, in all layers."""
+    embedding: int = 0
+    """Numbers of the embedding and the output layer."""
 
     def adapters(self, config: TrainConfig) -> int:
         """Numbers in the adapters of `train.lora_rank`: A is [rank, in], B is [out, rank]."""
@@ -84,6 +86,11 @@ class ModelShape:
         if config.gradient_checkpointing != "off" and self.layers:
             kept = self.layers * self.width + kept // self.layers  # what goes into each layer, and all of one layer
         return config.tokens_per_micro_batch * kept
+
+    def gathered(self) -> int:
+        """About the most numbers of other processes' that one has at a time: embedding, output and two layers."""
+        layer = (self.parameters - self.embedding) // max(1, self.layers)
+        return min(self.parameters, self.embedding + 2 * layer)
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +152,7 @@ def prepare(config: Config, models: Path) -> Setup:
     machine = look(config)
     choice = choose_engine(config, machine)
     check_optimizer(config.train, device_of(config.model.device))
+    check_shards(config, machine)
     if config.train.lora_rank:
         require_peft()
     shape = model_shape(model_directory(config.model.path, models))
@@ -160,6 +168,16 @@ def prepare(config: Config, models: Path) -> Setup:
     log.info("memory: %s", plan)
     check_fit(plan, shape)
     return Setup(machine, choice, plan)
+
+
+def check_shards(config: Config, machine: Machine) -> None:
+    """Raises ModelError where there are fewer GPUs than `train.shards`."""
+    shards, gpus = config.train.shards, len(machine.gpus)
+    if 0 < gpus < shards:
+        raise ModelError(
+            f"train.shards = {shards} needs a GPU for each, and there {'is' if gpus == 1 else 'are'} {gpus}; set "
+            f"train.shards to {gpus}"
+        )
 
 
 def look(config: Config) -> Machine:
@@ -212,8 +230,9 @@ def choose_engine(config: Config, machine: Machine) -> EngineChoice:
 
 def _apart(config: Config) -> bool:
     """Whether the settings give vLLM GPUs that the trainer does not use."""
-    trainer = config.model.device.partition(":")[2] or "0"
-    return bool(config.engine.gpus) and trainer not in config.engine.gpus.split(",")
+    first = int(config.model.device.partition(":")[2] or 0)
+    trainer = {str(gpu) for gpu in range(first, first + config.train.shards)}
+    return bool(config.engine.gpus) and not trainer & set(config.engine.gpus.split(","))
 
 
 def sleeps(config: Config, choice: EngineChoice, machine: Machine) -> bool:
@@ -239,9 +258,14 @@ def model_shape(directory: Path) -> ModelShape:
         kv = 2 * 2 * config["num_hidden_layers"] * (config.get("num_key_value_heads") or heads) * width
     except (OSError, ValueError, KeyError, TypeError, struct.error) as error:
         raise ModelError(f"{directory}: its files cannot be read ({error!r}); copy the model again, whole") from error
-    parameters = sum(math.prod(sizes) for _, sizes in tensors)
     return ModelShape(
-        directory.name, parameters, kv, config["num_hidden_layers"], config["hidden_size"], MappingProxyType(linear)
+        name=directory.name,
+        parameters=sum(math.prod(sizes) for _, sizes in tensors),
+        kv_bytes=kv,
+        layers=config["num_hidden_layers"],
+        width=config["hidden_size"],
+        linear=MappingProxyType(linear),
+        embedding=sum(math.prod(sizes) for name, sizes in tensors if "embed_tokens" in name or "lm_head" in name),
     )
 
 
@@ -261,7 +285,12 @@ def plan_memory(
     dtype: torch.dtype,
     teacher: ModelShape | None = None,
 ) -> MemoryPlan:
-    """What training and sampling in a compute type take on the device of the model, at their largest."""
+    """What training and sampling in a compute type take on the device of the model, at their largest.
+
+    With shards that is the first GPU, which has the node's own model besides a worker; on a CPU it is all of them.
+    """
+    if config.train.shards > 1:
+        return _plan_shards(config, shape, machine, choice, dtype, teacher)
     own, width, train = shape.parameters, dtype.itemsize, config.train
     trained = shape.adapters(train) if train.lora_rank else own
     always = [("weights", own * width)]
@@ -274,15 +303,58 @@ def plan_memory(
         always.append(("reference", own * width))
     if teacher is not None:
         always.append(("teacher", teacher.parameters * width))
-    rollout = []
-    if choice.name == "transformers" or choice.shared_gpu:
-        if choice.name == "vllm":
-            rollout.append(("vLLM's weights", own * (1 if config.engine.quantization == "fp8" else width)))
-        rollout.append(("keys and values", max(SMALLEST_CACHE, shape.kv_bytes * KV_TOKENS)))
-    together = choice.name == "vllm" and not sleeps(config, choice, machine)
     update = [("gradients", trained * 4)]
     if kept := shape.activations(train):
         update.append(("activations", kept * width))
+    return _plan(config, machine, choice, always, update, _for_rollouts(config, shape, choice, width))
+
+
+def _plan_shards(
+    config: Config,
+    shape: ModelShape,
+    machine: Machine,
+    choice: EngineChoice,
+    dtype: torch.dtype,
+    teacher: ModelShape | None,
+) -> MemoryPlan:
+    """Of `train.shards` processes (node/training/fsdp.py): rows of masters, moments and gradients each."""
+    own, width, shards = shape.parameters, dtype.itemsize, config.train.shards
+    here, said = (1, f"1/{shards} of ") if machine.gpus else (shards, "")
+    rows = -(-own // shards) * here
+    always = [(f"{said}32-bit weights", rows * 4), (f"{said}optimizer", rows * 8)]
+    if config.train.kl_coefficient > 0:
+        always.append((f"{said}reference", rows * 4))
+    if not machine.gpus or choice.name == "transformers" or config.engine.transfer == "nccl":
+        always.append(("the node's own weights", own * width))
+    if teacher is not None:
+        always.append(("teacher", teacher.parameters * width))
+    update = [
+        (f"{said}gradients", rows * 4),
+        ("gathered layers with gradients", shape.gathered() * (width + 4) * here),
+        ("activations", shape.activations(config.train) * width * here),
+    ]
+    return _plan(config, machine, choice, always, update, _for_rollouts(config, shape, choice, width))
+
+
+def _for_rollouts(config: Config, shape: ModelShape, choice: EngineChoice, width: int) -> list[tuple[str, int]]:
+    rollout: list[tuple[str, int]] = []
+    if choice.name == "transformers" or choice.shared_gpu:
+        if choice.name == "vllm":
+            size = 1 if config.engine.quantization == "fp8" else width
+            rollout.append(("vLLM's weights", shape.parameters * size))
+        rollout.append(("keys and values", max(SMALLEST_CACHE, shape.kv_bytes * KV_TOKENS)))
+    return rollout
+
+
+def _plan(
+    config: Config,
+    machine: Machine,
+    choice: EngineChoice,
+    always: list[tuple[str, int]],
+    update: list[tuple[str, int]],
+    rollout: list[tuple[str, int]],
+) -> MemoryPlan:
+    together = choice.name == "vllm" and not sleeps(config, choice, machine)
     parts = tuple(always), tuple(update), tuple(rollout), together
     if machine.gpus:
         gpu = machine.gpus[int(config.model.device.partition(":")[2] or 0) % len(machine.gpus)]
@@ -299,7 +371,7 @@ def check_fit(plan: MemoryPlan, shape: ModelShape) -> None:
         raise ModelTooBig(
             f"{shape.name} with {shape.parameters / 1e9:.2f} billion parameters does not fit: {plan}; train adapters "
             "only (train.lora_rank), use a smaller model (model.path), model.dtype bfloat16, train.optimizer adamw8bit "
-            "on a GPU, or a machine with more memory"
+            "on a GPU, several GPUs (train.shards), or a machine with more memory"
         )
 
 

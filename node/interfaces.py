@@ -230,8 +230,22 @@ class Interrupted(Exception):
     """A stop was asked for; nothing of the unit of work in progress has taken effect."""
 
 
+class TrainerLost(Exception):
+    """The trainer's processes have ended, and with them what was not saved; the message says why.
+
+    `again` starts them anew, with the initial model: blocking, for the model thread; it may raise this again.
+    """
+
+    def __init__(self, why: str, again: Callable[[], None]) -> None:
+        super().__init__(why)
+        self.again = again
+
+
 class Trainer(Protocol):
-    """Owns the policy and its optimizer. All methods are synchronous and run on the model thread."""
+    """Owns the policy and its optimizer. All methods are synchronous and run on the model thread.
+
+    Where it is made of other processes, any of them may raise TrainerLost.
+    """
 
     step: int
     """Updates done; also the policy version."""

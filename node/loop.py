@@ -28,6 +28,7 @@ from node.interfaces import (
     Teacher,
     TeacherError,
     Trainer,
+    TrainerLost,
     TrainGroup,
     UpdateStats,
 )
@@ -91,6 +92,8 @@ class Loop:
         self._checkpointed_at = parts.clock()
         self._skips = 0
         """Steps skipped since the last one that was not."""
+        self._losses = 0
+        """How often the trainer was lost since the last step that was done."""
         self.stop = threading.Event()
         self._next: Config | None = None
         """Settings from the next step on, where they are others."""
@@ -100,7 +103,15 @@ class Loop:
     # -- life ------------------------------------------------------------------------------------------------
 
     async def recover(self) -> None:
-        """Continue where the last process stopped: newest good checkpoint, then the journalled updates after it."""
+        """Continue where the last process, or a lost trainer, stopped; until the trainer is not lost meanwhile."""
+        while True:
+            try:
+                return await self._recover()
+            except TrainerLost as lost:
+                await self._have_again(lost)
+
+    async def _recover(self) -> None:
+        """Newest good checkpoint, then the journalled updates after it."""
         p = self.parts
         async with p.progress.during("recover"):
             recovery = await p.device.run(p.checkpoints.latest)
@@ -137,13 +148,16 @@ class Loop:
             p.history.event("warning", "steps", f"{p.trainer.step} steps are done already: --steps {steps} trains none")
         while steps is None or p.trainer.step < steps:
             await self._while_held()
-            await self._take_up_settings()
-            if self.evaluations.owed:
-                await self.evaluations.take()
-            p.progress.enter("step")
             try:
+                await self._take_up_settings()
+                if self.evaluations.owed:
+                    await self.evaluations.take()
+                p.progress.enter("step")
                 await self.step()
-                self._skips = 0
+                self._skips = self._losses = 0
+            except TrainerLost as lost:
+                await self._have_again(lost)
+                await self.recover()  # the step in progress is in the journal: it is repeated, too
             except StepSkipped as skipped:
                 self._skips += 1
                 p.history.event("warning", "step", f"step {p.trainer.step + 1} skipped: {skipped}")
@@ -151,6 +165,25 @@ class Loop:
                     p.progress.say("WAITING", f"{self._skips} steps in a row skipped: {skipped}", skipped.advice)
                     p.progress.enter("rest")  # what fails at once must not fail all the time
                     await asyncio.sleep(min(LONGEST_REST, 2.0 ** min(self._skips - SKIPS_BEFORE_ALARM, 8)))
+
+    async def _have_again(self, lost: TrainerLost) -> None:
+        """Start a lost trainer anew, after a pause that grows while no step is done. Raises what is for good."""
+        p = self.parts
+        while True:
+            self._losses += 1
+            pause = min(LONGEST_REST, 2.0 ** min(self._losses - 1, 8))
+            log.error("the trainer is lost: %s", lost)
+            told = f"the trainer is lost: {str(lost).splitlines()[0]}"
+            p.history.event("error", "trainer", f"{told}; it is started again in {pause:.0f} s")
+            p.progress.say("WAITING", f"{told}; it is started again", "if that goes on, read the log: shoal logs")
+            p.progress.enter("rest")
+            await asyncio.sleep(pause)
+            await self.own.rollouts.rounds.close()
+            try:
+                async with p.progress.during("trainer"):
+                    return await p.device.run(lost.again)
+            except TrainerLost as again:
+                lost = again
 
     def change(self, config: Config) -> None:
         """Have other settings between two steps: those of `node.config.AT_ONCE` may differ from the present ones."""
@@ -280,7 +313,7 @@ class Loop:
         async with p.progress.during("checkpoint"):
             try:
                 await p.device.run(p.checkpoints.save, p.trainer.step, p.trainer.save, self.state())
-            except CheckpointError as error:
+            except (CheckpointError, TrainerLost) as error:  # the next step has a lost trainer again
                 p.history.event("error", "checkpoint", str(error))
         self._checkpointed_at = p.clock()
 

@@ -74,8 +74,8 @@ class ModelBundle:
 def load_model(path: str, *, device: str, dtype: str, models: Path) -> ModelBundle:
     """Load 'embedded' or a local model directory; `models` is where the embedded one is kept once converted.
 
-    `device` is auto, cpu, cuda or cuda:N; `dtype` is auto, float32 or bfloat16 (see `compute_dtype`).
-    Raises ModelError.
+    `device` is auto, cpu, cuda, cuda:N, or meta for a model without weights; `dtype` is auto, float32 or bfloat16 (see
+    `compute_dtype`). Raises ModelError.
     """
     transformers_logging.disable_progress_bar()
     directory = model_directory(path, models)
@@ -84,14 +84,18 @@ def load_model(path: str, *, device: str, dtype: str, models: Path) -> ModelBund
     kind = compute_dtype(place, dtype)
     tokenizer = _checked_tokenizer(directory)
     try:
-        model = AutoModelForCausalLM.from_pretrained(
-            directory,
-            config=config,
-            dtype=kind,
-            local_files_only=True,
-            use_safetensors=True,
-            attn_implementation=ATTENTION,
-        )
+        if place.type == "meta":
+            with place:
+                model = AutoModelForCausalLM.from_config(config, dtype=kind, attn_implementation=ATTENTION)
+        else:
+            model = AutoModelForCausalLM.from_pretrained(
+                directory,
+                config=config,
+                dtype=kind,
+                local_files_only=True,
+                use_safetensors=True,
+                attn_implementation=ATTENTION,
+            )
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise ModelError(f"{directory}: the weights cannot be read ({error}); copy the model again, whole") from error
     make_lean(model.to(place).eval())

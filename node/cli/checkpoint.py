@@ -2,6 +2,7 @@
 
 import shutil
 from collections.abc import Collection
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,7 +15,8 @@ if TYPE_CHECKING:
 
 TRAINER_FILES = ("exp_avg.safetensors", "exp_avg_sq.safetensors", "moments8.safetensors", "trainer.json")
 """The optimizer's, of no use elsewhere. Those of node/training/files.py, whose import would cost torch's seconds."""
-
+ROWS = "exp_avg*-of-*.safetensors"
+"""What workers of train.shards wrote in their place, each its rows."""
 
 COUNTED = 16
 """Held-out tasks from one line about them to the next."""
@@ -116,7 +118,7 @@ def export(session: Session, name: str, directory: Path, adapters: bool) -> None
 def copy(source: Path, target: Path, leave: Collection[str]) -> None:
     """Copy files, but not their modes: the home's are its owner's alone."""
     for file in source.iterdir():
-        if file.name not in leave:
+        if file.name not in leave and not fnmatch(file.name, ROWS):
             shutil.copyfile(file, target / file.name)
 
 

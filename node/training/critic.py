@@ -35,6 +35,13 @@ class Critic:
         values: Tensor = torch.mv(exact, self.weight) * scale / len(self.weight) + self.bias
         return values
 
+    def gradients(self) -> list[Tensor]:
+        """Zeros where there was nothing to learn from in this process."""
+        for weight in self._named.values():
+            if weight.grad is None:
+                weight.grad = torch.zeros_like(weight)
+        return [weight.grad for weight in self._named.values() if weight.grad is not None]
+
     def finite(self) -> bool:
         """Whether the gradients can be used."""
         return all(w.grad is None or bool(torch.isfinite(w.grad).all()) for w in self._named.values())

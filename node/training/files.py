@@ -1,8 +1,17 @@
-"""What a trainer keeps on disk: weights and optimizer state as safetensors, nothing pickled."""
+"""What a trainer keeps on disk: weights and optimizer state as safetensors, nothing pickled.
+
+Several processes that hold a model together (node/training/fsdp.py) write their rows of the moments each, side by side:
+`exp_avg-00001-of-00002.safetensors`. A tensor's rows in the order of the files are the whole tensor, so any number of
+processes reads what any other number wrote, each only the rows it holds. torch.distributed.checkpoint would pickle its
+metadata, and its safetensors storage (hf_storage) wants a folder of its own and a pass over all files for the layout
+that inference loads.
+"""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -22,38 +31,64 @@ TRAINER = "trainer.json"
 def save_model(bundle: ModelBundle, weights: Mapping[str, torch.Tensor], directory: Path) -> None:
     """Write weights, config and tokenizer in the layout that `from_pretrained` and `node.models` load."""
     save_file({name: tensor.detach() for name, tensor in weights.items()}, directory / WEIGHTS, {"format": "pt"})
+    save_settings(bundle, directory)
+
+
+def save_settings(bundle: ModelBundle, directory: Path) -> None:
+    """Write what a model directory has besides weights."""
     bundle.model.config.save_pretrained(directory)
     bundle.model.generation_config.save_pretrained(directory)
     bundle.tokenizer.save_pretrained(directory)
 
 
 def save_optimizer(
-    optimizer: torch.optim.Optimizer, weights: Mapping[str, torch.Tensor], step: int, directory: Path
+    optimizer: torch.optim.Optimizer,
+    weights: Mapping[str, torch.Tensor],
+    step: int,
+    directory: Path,
+    rank: int = 0,
+    count: int = 1,
 ) -> None:
-    """Write both moments by parameter name, and the step. Before the first update there are no moments."""
+    """Write both moments by parameter name, and the step. Before the first update there are no moments.
+
+    The `rank`th of `count` processes writes the rows that it holds.
+    """
     kind = kind_of(optimizer)
     updates = {int(state["step"]) for state in optimizer.state.values()}
     counts = {"step": step, "updates": updates.pop() if updates else 0, "optimizer": kind}
-    (directory / TRAINER).write_text(json.dumps(counts))
+    if rank == 0:
+        (directory / TRAINER).write_text(json.dumps(counts if count == 1 else {**counts, "processes": count}))
     if kind == "adamw8bit":
         save_file(moments_of(optimizer, weights), directory / MOMENTS_8BIT)
         return
     for file, key in ((FIRST_MOMENTS, "exp_avg"), (SECOND_MOMENTS, "exp_avg_sq")):
-        moments = {name: optimizer.state[w][key] for name, w in weights.items() if w in optimizer.state}
-        save_file(moments, directory / file)
+        moments = {name: local(optimizer.state[w][key]) for name, w in weights.items() if w in optimizer.state}
+        save_file({name: rows for name, rows in moments.items() if len(rows)}, directory / numbered(file, rank, count))
 
 
-def load_weights(weights: Mapping[str, torch.Tensor], path: Path) -> None:
+def numbered(file: str, number: int, count: int) -> str:
+    """A file's name where it is the `number`th of several, counted from 0; as in the Hugging Face layout."""
+    stem, dot, ending = file.partition(".")
+    return file if count == 1 else f"{stem}-{number + 1:05}-of-{count:05}{dot}{ending}"
+
+
+def weight_files(directory: Path) -> list[Path]:
+    """The file with a model's weights, or the files, in order."""
+    stem, _, ending = WEIGHTS.partition(".")
+    return sorted(directory.glob(f"{stem}-*-of-*.{ending}")) or [directory / WEIGHTS]
+
+
+def load_weights(weights: Mapping[str, torch.Tensor], paths: Sequence[Path]) -> None:
     """Read weights into the given tensors. Raises CheckpointError, before anything is changed where it can."""
-    for name, tensor in _read(path, weights):
-        weights[name].detach().copy_(tensor)
+    for name, tensor in _read(paths, weights):
+        local(weights[name].detach()).copy_(tensor)
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, weights: Mapping[str, torch.Tensor], directory: Path) -> int:
-    """Inverse of `save_optimizer`; returns the step. Raises CheckpointError."""
+    """Inverse of `save_optimizer`, whatever number of processes wrote; returns the step. Raises CheckpointError."""
     try:
         counts = json.loads((directory / TRAINER).read_text())
-        step, updates = int(counts["step"]), int(counts["updates"])
+        step, updates, processes = int(counts["step"]), int(counts["updates"]), int(counts.get("processes", 1))
         kind = counts.get("optimizer", "adamw")  # Shoal 0.1 had no other
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{directory / TRAINER} cannot be read: {error}") from error
@@ -73,21 +108,67 @@ def load_optimizer(optimizer: torch.optim.Optimizer, weights: Mapping[str, torch
         for weight in weights.values():
             optimizer.state[weight] = {"step": torch.tensor(float(updates), dtype=torch.float32, device=weight.device)}
         for file, key in ((FIRST_MOMENTS, "exp_avg"), (SECOND_MOMENTS, "exp_avg_sq")):
-            for name, tensor in _read(directory / file, weights):
-                optimizer.state[weights[name]][key] = tensor.to(weights[name].device)
+            paths = [directory / numbered(file, number, processes) for number in range(processes)]
+            for name, tensor in _read(paths, weights):
+                moment = optimizer.state[weights[name]][key] = torch.empty_like(weights[name].detach())
+                local(moment).copy_(tensor)
     return step
 
 
-def _read(path: Path, weights: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Tensors of a file one by one, after checking that names and shapes are those of the weights."""
-    try:
-        with safe_open(path, framework="pt") as file:
-            shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118 - no mapping
-            wanted = {name: tuple(weight.shape) for name, weight in weights.items()}
-            if shapes != wanted:
-                odd = sorted(name for name in shapes.keys() | wanted.keys() if shapes.get(name) != wanted.get(name))
-                raise CheckpointError(f"{path} is of another model: {len(odd)} tensors differ, the first is {odd[0]}")
-            for name in wanted:
-                yield name, file.get_tensor(name)
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}") from error
+def local(tensor: Any) -> torch.Tensor:
+    """What of a tensor is in this process: all of it, or its rows where it is shared out (a DTensor)."""
+    rows: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return rows
+
+
+def rows_of(length: int, rank: int, count: int) -> slice:
+    """Rows that the `rank`th of `count` processes holds of a tensor of `length` rows, as FSDP2 deals them out."""
+    chunk = -(-length // count)
+    return slice(min(length, rank * chunk), min(length, (rank + 1) * chunk))
+
+
+def _read(paths: Sequence[Path], weights: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Tensors one by one, of shared-out weights the rows that are here; names and shapes are checked before."""
+    with ExitStack() as opened:
+        pieces: dict[str, list[Any]] = {}
+        for path in paths:
+            try:
+                file = opened.enter_context(safe_open(path, framework="pt"))
+                for name in file.keys():  # noqa: SIM118 - no mapping
+                    pieces.setdefault(name, []).append(file.get_slice(name))
+            except (OSError, SafetensorError) as error:
+                raise CheckpointError(f"{path} cannot be read: {error}") from error
+        shapes = {name: _whole([tuple(piece.get_shape()) for piece in those]) for name, those in pieces.items()}
+        wanted = {name: tuple(weight.shape) for name, weight in weights.items()}
+        if shapes != wanted:
+            odd = sorted(name for name in shapes.keys() | wanted.keys() if shapes.get(name) != wanted.get(name))
+            raise CheckpointError(f"{paths[0]} is of another model: {len(odd)} tensors differ, the first is {odd[0]}")
+        for name, weight in weights.items():
+            mesh = getattr(weight, "device_mesh", None)
+            rank, count = (0, 1) if mesh is None else (mesh.get_local_rank(), mesh.size())
+            here = rows_of(len(weight), rank, count)
+            try:
+                yield name, _joined(pieces[name], here)
+            except (OSError, SafetensorError) as error:
+                raise CheckpointError(f"{paths[0]} cannot be read: {error}") from error
+
+
+def _whole(shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+    """Of rows in several files; shapes that do not go together give one that no weight has."""
+    if len(shapes) == 1:
+        return shapes[0]
+    if not all(shapes) or len({shape[1:] for shape in shapes}) > 1:
+        return (-1,)
+    return sum(shape[0] for shape in shapes), *shapes[0][1:]
+
+
+def _joined(pieces: Sequence[Any], wanted: slice) -> torch.Tensor:
+    """Rows `wanted` of what lies in pieces, one after the other."""
+    found, start = [], 0
+    for piece in pieces:
+        length = piece.get_shape()[0]
+        low, high = max(wanted.start - start, 0), min(wanted.stop - start, length)
+        if low < high:
+            found.append(piece[low:high])
+        start += length
+    return found[0] if len(found) == 1 else torch.cat(found or [pieces[0][0:0]])

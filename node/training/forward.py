@@ -1,14 +1,14 @@
 """The forward pass of a micro-batch: each distinct token once, and log-probabilities of the completions' tokens."""
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
 
 from node.attention import PackedAttention
-from node.batching import MicroBatch, micro_batches, pack
+from node.batching import MicroBatch, TokenTrie, micro_batches, pack
 from node.interfaces import TrainGroup
 from node.logprobs import chosen_logprobs
 from node.routing import Routing, replayed
@@ -55,15 +55,44 @@ def states(model: Any, micro: MicroBatch, routing: Routing | None = None, *, rec
     return States(logprobs[index], entropy[drawn], last, drawn)
 
 
+def idle() -> MicroBatch:
+    """The smallest row that a model can be run over: one token after another."""
+    trie = TokenTrie()
+    _, last = trie.insert((0, 0))
+    return MicroBatch(((0, 0),), ((last,),), trie, ())
+
+
 def sequence_logprobs(
-    groups: Sequence[TrainGroup], budget: int, forward: Callable[[MicroBatch], States], *, merge: bool = True
+    groups: Sequence[TrainGroup],
+    budget: int,
+    forward: Callable[[MicroBatch], States],
+    *,
+    merge: bool = True,
+    share: Callable[[Sequence[MicroBatch]], Iterator[MicroBatch | None]] = iter,
+    add_up: Callable[[torch.Tensor], None] | None = None,
 ) -> list[list[tuple[float, ...]]]:
-    """log-probability of every sequence token, [group][sequence][token], by `forward` in parts of `budget` tokens."""
-    results: list[list[tuple[float, ...]]] = [[()] * len(group.sequences) for group in groups]
+    """log-probability of every sequence token, [group][sequence][token], by `forward` in parts of `budget` tokens.
+
+    Of several processes each computes its `share` (None: an idle pass), and `add_up` sums over them, in place.
+    """
     members = [(g, s) for g, group in enumerate(groups) for s in range(len(group.sequences))]
+    ends = list(itertools.accumulate(len(groups[g].sequences[s].token_ids) for g, s in members))
+    starts = dict(zip(members, [0, *ends], strict=False))
+    found = torch.zeros(ends[-1] if ends else 0)
     with torch.no_grad():
-        for micro in micro_batches(groups, members, budget, merge):
-            values = iter(forward(micro).logprobs.tolist())
-            for (group, sequence), path in zip(micro.members, micro.paths, strict=True):
-                results[group][sequence] = tuple(itertools.islice(values, len(path)))
+        for micro in share(micro_batches(groups, members, budget, merge)):
+            values = forward(micro or idle()).logprobs.cpu()
+            if micro is not None:
+                places = [
+                    starts[member] + i
+                    for member, path in zip(micro.members, micro.paths, strict=True)
+                    for i in range(len(path))
+                ]
+                found[places] = values
+    if add_up is not None:
+        add_up(found)
+    flat = found.tolist()
+    results: list[list[tuple[float, ...]]] = [[] for _ in groups]
+    for (g, s), start in starts.items():
+        results[g].append(tuple(flat[start : start + len(groups[g].sequences[s].token_ids)]))
     return results

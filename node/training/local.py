@@ -6,7 +6,6 @@ those before the first of them, so a ratio starts at 1, and what the rollout saw
 weight. All denominators are those of a whole optimizer step.
 """
 
-import copy
 import functools
 import logging
 import math
@@ -22,14 +21,14 @@ from node.batching import MicroBatch, micro_batches
 from node.config_train import TrainConfig
 from node.interfaces import Batch, Interrupted, StepSkipped, TrainGroup, UpdateStats
 from node.memory import give_back, out_of_memory
-from node.models import ModelBundle, ModelError, load_model
+from node.models import ModelBundle, ModelError
 from node.training import files, lora
 from node.training.critic import Critic
 from node.training.dumps import dump_batch
-from node.training.forward import States, sequence_logprobs, states
+from node.training.forward import States, idle, sequence_logprobs
 from node.training.objective import Forward, Member, StepObjective
 from node.training.optimizers import make_optimizer
-from node.training.weights import Weights
+from node.training.ranks import Alone, Ranks
 
 log = logging.getLogger(__name__)
 
@@ -53,6 +52,23 @@ class Counts:
         self.tokens += other.tokens
         self.micro_batches += other.micro_batches
 
+    def check(self) -> None:
+        """Raises _NotFinite."""
+        if not math.isfinite(self.loss):
+            raise _NotFinite(f"the loss is {self.loss}")
+        if not math.isfinite(self.critic_loss):
+            raise _NotFinite(f"the critic's loss is {self.critic_loss}")
+
+    def summed(self, ranks: Ranks) -> "Counts":
+        """What all processes counted together."""
+        if ranks.count == 1:
+            return self
+        # gloo and nccl add tensors; float64 counts exactly
+        own = torch.tensor([self.loss, self.critic_loss, self.tokens, self.micro_batches], dtype=torch.float64)
+        ranks.sum(own)
+        loss, critic_loss, tokens, micro_batches = own.tolist()
+        return Counts(loss, critic_loss, int(tokens), int(micro_batches))
+
 
 class _NotFinite(Exception):
     """A loss or a gradient that must not be applied."""
@@ -65,13 +81,17 @@ def _never() -> bool:
 class LocalTrainer:
     """Owns the policy (the bundle's model) and its optimizer. Every method runs on the model thread."""
 
-    def __init__(self, bundle: ModelBundle, config: TrainConfig, *, dumps: Path, merge: bool = True) -> None:
+    def __init__(
+        self, bundle: ModelBundle, config: TrainConfig, *, dumps: Path, merge: bool = True, ranks: Ranks | None = None
+    ) -> None:
         """`dumps`: where a batch that gave a non-finite update is written for inspection.
 
         Without `merge`, every sequence is laid out whole: the same gradients for more work (`shoal bench train`).
+        `ranks`: the processes that hold the model together, where there are several (node/training/fsdp.py).
         Raises ModelError for routing replay without experts.
         """
         self.bundle, self.config, self.dumps, self.merge = bundle, config, dumps, merge
+        self.ranks: Ranks = ranks or Alone()
         if config.routing_replay == "on" and bundle.routing is None:
             raise ModelError(f"train.routing_replay is on, but {bundle.name} has no experts; set it to auto")
         self.model = bundle.model.eval()
@@ -84,9 +104,9 @@ class LocalTrainer:
         self.reference: Any = None
         """The model as loaded, before any checkpoint is; with adapters the model itself, without them."""
         if config.kl_coefficient > 0:
-            self.reference = self.model if config.lora_rank else copy.deepcopy(self.model).requires_grad_(False)
+            self.reference = self._initial_model(untrained=True)
         self.critic = self._new_critic() if config.critic else None
-        self.weights = Weights(self.model)
+        self.weights = self.ranks.weights(self.model)
         self.optimizer = make_optimizer(config, self.weights.masters.values(), self.model.device)
 
     def _size_work(self, config: TrainConfig) -> None:
@@ -127,14 +147,9 @@ class LocalTrainer:
             log.warning("%s has no critic: a new one starts", self._origin)
         return critic
 
-    def _initial_model(self) -> Any:
-        """The model as it was loaded, from its files where the one in memory has been trained since."""
-        if self.config.lora_rank:
-            return self.model
-        kind = str(self.model.dtype).removeprefix("torch.")
-        path = str(self.bundle.directory)
-        bundle = load_model(path, device=str(self.model.device), dtype=kind, models=self.bundle.directory.parent)
-        return bundle.model.requires_grad_(False)
+    def _initial_model(self, *, untrained: bool = False) -> Any:
+        """The model as it was loaded; with adapters the model itself, without them."""
+        return self.model if self.config.lora_rank else self.ranks.reference(self.bundle, untrained=untrained)
 
     # -- learning ----------------------------------------------------------------------------------------------
 
@@ -172,7 +187,8 @@ class LocalTrainer:
         if not norms and isinstance(problems[0], StepSkipped):
             raise problems[0]
         if not norms:
-            raise StepSkipped(f"{problems[0]}; no update was made, {dump_batch(batch, self.dumps)}")
+            dumped = dump_batch(batch, self.dumps) if self.ranks.rank == 0 else "and the batch is dumped"
+            raise StepSkipped(f"{problems[0]}; no update was made, {dumped}")
         for left_out in problems:
             log.warning("step %d: one of several optimizer steps is left out: %s", batch.step, left_out)
         self.step += 1
@@ -205,7 +221,7 @@ class LocalTrainer:
                 return job()
             except (RuntimeError, MemoryError) as error:
                 self._drop_gradients()
-                if not out_of_memory(error):
+                if not out_of_memory(error) or self.ranks.count > 1:  # the other processes wait for this one's pass
                     raise
                 if self.config.gradient_checkpointing == "auto" and not self.recompute:
                     counts.oom_retries += 1
@@ -222,11 +238,19 @@ class LocalTrainer:
         """Log-probabilities, values and the reference's log-probabilities before the update. Raises Interrupted."""
         counts = Counts()
         with torch.no_grad():
-            for micro in micro_batches(objective.groups, objective.members, self.budget, self.merge):
+            for micro in self.ranks.share(self._micro_batches(objective, objective.members)):
                 _stop_if(should_stop)
+                if micro is None:
+                    self._forward(idle(), reference=True)
+                    continue
                 objective.remember(micro.members, self._forward(micro, reference=True))
                 counts.tokens += micro.trie.inner
-        return counts
+        for found in (objective.old, objective.values, objective.reference):
+            self.ranks.sum(found)  # each process has filled in its part, and left 0 elsewhere
+        return counts.summed(self.ranks)
+
+    def _micro_batches(self, objective: StepObjective, members: Sequence[Member]) -> list[MicroBatch]:
+        return micro_batches(objective.groups, members, self.budget, self.merge)
 
     def accumulate(
         self, objective: StepObjective, members: Sequence[Member], should_stop: Callable[[], bool] = _never
@@ -237,24 +261,24 @@ class LocalTrainer:
         """
         objective.begin(members)
         counts = Counts()
-        for micro in micro_batches(objective.groups, members, self.budget, self.merge):
+        for micro in self.ranks.share(self._micro_batches(objective, members)):
             _stop_if(should_stop)
+            if micro is None:
+                self._forward(idle(), reference=not self.config.looks_first).logprobs.mul(0.0).sum().backward()
+                continue
             forward = self._forward(micro, reference=not self.config.looks_first)
             loss, critic_loss = objective.loss(micro.members, forward)
-            value = loss.item()
+            counts.add(Counts(loss.item(), 0.0 if critic_loss is None else critic_loss.item(), micro.trie.inner, 1))
             if critic_loss is not None:
-                counts.critic_loss += critic_loss.item()
                 loss = loss + critic_loss
-            if not math.isfinite(value):
-                raise _NotFinite(f"the loss is {value}")
-            if not math.isfinite(counts.critic_loss):
-                raise _NotFinite(f"the critic's loss is {counts.critic_loss}")
+            if self.ranks.count == 1:  # several go on to the end together
+                counts.check()
             loss.backward()
-            counts.loss += value
-            counts.tokens += micro.trie.inner
-            counts.micro_batches += 1
             del forward, loss
             give_back()
+        objective.end(self.ranks.sum)
+        counts = counts.summed(self.ranks)
+        counts.check()
         return counts
 
     def _apply_gradients(self) -> float:
@@ -263,6 +287,8 @@ class LocalTrainer:
         if not math.isfinite(norm):
             raise _NotFinite(f"the gradient norm is {norm}")
         if self.critic is not None:
+            for gradient in self.critic.gradients():
+                self.ranks.sum(gradient)
             if not self.critic.finite():
                 raise _NotFinite("the critic's gradient is not finite")
             self.critic.step(self.config.critic_learning_rate)
@@ -291,7 +317,9 @@ class LocalTrainer:
 
     def logprobs(self, groups: Sequence[TrainGroup]) -> list[list[tuple[float, ...]]]:
         """log-probability of every sequence token under the current policy; [group][sequence][token]."""
-        return sequence_logprobs(groups, self.budget, self._states, merge=self.merge)
+        return sequence_logprobs(
+            groups, self.budget, self._states, merge=self.merge, share=self.ranks.share, add_up=self.ranks.sum
+        )
 
     def _forward(self, micro: MicroBatch, *, reference: bool) -> Forward:
         """One pass over a micro-batch, and one of the frozen reference where there is one and it is asked for."""
@@ -301,21 +329,23 @@ class LocalTrainer:
         if reference and self.reference is not None:
             with torch.no_grad(), lora.switched_off(self.reference):
                 # another policy: its routers choose for themselves
-                known = states(self.reference, micro).logprobs
+                known = self.ranks.states(self.reference, micro, None, recompute=False).logprobs
         return Forward(own.logprobs, own.entropy, values, known)
 
     def _states(self, micro: MicroBatch) -> States:
         """A pass of the policy."""
-        routing = None if self.config.routing_replay == "off" else self.bundle.routing
-        return states(self.model, micro, routing, recompute=self.recompute)
+        routing = None if self.config.routing_replay == "off" or not micro.groups else self.bundle.routing
+        return self.ranks.states(self.model, micro, routing, recompute=self.recompute)
 
     # -- files -------------------------------------------------------------------------------------------------
 
     def save(self, directory: Path) -> None:
         """Write what `export` does, and the optimizer, into an existing empty directory."""
         self.export(directory)
-        files.save_optimizer(self.optimizer, self.weights.masters, self.step, directory)
-        if self.critic is not None:
+        files.save_optimizer(
+            self.optimizer, self.weights.masters, self.step, directory, self.ranks.rank, self.ranks.count
+        )
+        if self.critic is not None and self.ranks.rank == 0:
             self.critic.save(directory)
 
     def load(self, directory: Path) -> None:
@@ -324,7 +354,7 @@ class LocalTrainer:
         if self.config.lora_rank:
             lora.load_adapters(self.model, self.weights.masters, directory)
         else:
-            files.load_weights(self.weights.masters, directory / files.WEIGHTS)
+            files.load_weights(self.weights.masters, files.weight_files(directory))
         step = files.load_optimizer(self.optimizer, self.weights.masters, directory)
         self._origin = directory
         if self.critic is not None:
@@ -336,11 +366,11 @@ class LocalTrainer:
         """Write only what inference needs: a directory `from_pretrained` loads, with adapters that of peft."""
         if self.config.lora_rank:
             return lora.save_adapters(self.model, self.weights.masters, directory)
-        return files.save_model(self.bundle, self.weights.masters, directory)
+        return self.ranks.save_model(self.bundle, self.weights.masters, directory)
 
     def memory(self) -> Mapping[str, int]:
         """Bytes held, by kind: weights, gradients, optimizer."""
-        moments = [t for state in self.optimizer.state.values() for t in state.values()]
+        moments = [files.local(t) for state in self.optimizer.state.values() for t in state.values()]
         held = {**self.weights.memory(), "optimizer": sum(t.numel() * t.itemsize for t in moments)}
         return held if self.critic is None else {**held, "critic": self.critic.memory()}
 

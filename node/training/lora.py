@@ -108,7 +108,7 @@ def load_adapters(model: Any, weights: Mapping[str, torch.Tensor], directory: Pa
             f"settings say rank {ours[0]}, alpha {ours[1]} on {','.join(ours[2])} ; set train.lora_rank, "
             "train.lora_alpha and train.lora_targets back, or give another --home"
         )
-    load_weights({_filed(name): weight for name, weight in weights.items()}, directory / WEIGHTS)
+    load_weights({_filed(name): weight for name, weight in weights.items()}, [directory / WEIGHTS])
 
 
 def _filed(name: str) -> str:

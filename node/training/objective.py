@@ -1,6 +1,6 @@
 """From log-probabilities to a loss: advantages, policy loss, correction, KL, entropy, critic; and its statistics."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -33,8 +33,8 @@ class StepObjective:
     """All completions of one step as flat tensors [N], token after token, sequence after sequence.
 
     In order: `remember` what a pass over all of them gave (only if `config.looks_first`), `judge` once; then for each
-    optimizer step `begin` with its completions and call `loss` once per micro-batch. The losses add up to the loss of
-    the optimizer step, because a token's weight is taken over all of its completions.
+    optimizer step `begin` with its completions, call `loss` once per micro-batch, and `end`. The losses add up to the
+    loss of the optimizer step, because a token's weight is taken over all of its completions.
     """
 
     def __init__(self, config: TrainConfig, groups: Sequence[TrainGroup], device: torch.device) -> None:
@@ -67,7 +67,11 @@ class StepObjective:
         self.old, self.values, self.reference = empty.clone(), empty.clone(), empty.clone()
         # what the statistics are made of, filled in by `loss`
         self.correction, self.entropy, self.kl = torch.ones_like(empty), empty.clone(), empty.clone()
-        self._clipped, self._seen = torch.zeros((), device=device), torch.zeros((), device=device)
+        self._clipped = torch.zeros(2, device=device)
+        """How many tokens the loss clipped, and of how many."""
+        self._part, self._done = self._clipped.clone(), torch.zeros_like(self.mask)
+        """The same in the optimizer step in progress, and which tokens `loss` has seen in it."""
+        self._begun = self._done.clone()
 
     def remember(self, members: Sequence[Member], forward: Forward) -> None:
         """Keep what a pass that changes nothing gave for some of `members`."""
@@ -100,6 +104,9 @@ class StepObjective:
         """The next calls of `loss` are for one optimizer step on these completions."""
         at, sequence = self._places(members)
         mask, config = self.mask[at], self.config
+        self._part.zero_()
+        self._begun.zero_()[at] = True
+        self._done.zero_()
         self.token_weights, self.value_weights = torch.zeros_like(self.mu), torch.zeros_like(self.mu)
         self.token_weights[at] = token_weights(sequence, mask, config.aggregation, config.aggregation_constant)
         self.value_weights[at] = token_weights(sequence, mask, "token-mean", 1.0)
@@ -134,14 +141,31 @@ class StepObjective:
         if config.entropy_coefficient > 0:
             losses = losses - config.entropy_coefficient * forward.entropy
         self.correction[at], self.entropy[at] = weight, forward.entropy.detach()
-        self._clipped += (clipped & mask).sum()
-        self._seen += mask.sum()
+        self._part += torch.stack(((clipped & mask).sum(), mask.sum()))
+        self._done[at] = True
 
         critic = None
         if forward.values is not None:
             critic = value_loss(forward.values, self.values[at], self.returns[at], config.critic_clip)
             critic = (critic * self.value_weights[at]).sum()
         return (losses * self.token_weights[at]).sum(), critic
+
+    def end(self, add_up: Callable[[Tensor], None]) -> None:
+        """The optimizer step has been through `loss`, in this process or in parts in several: `add_up` sums over them.
+
+        It works in place, and everything that a process did not see is 0 in its part.
+        """
+        add_up(self._part)
+        self._clipped += self._part
+        begun, elsewhere = self._begun, self._begun & ~self._done
+        found = [self.correction, self.entropy, self.kl]
+        if not self.config.looks_first:
+            found += [self.old, self.reference]
+        for values in found:
+            values[elsewhere] = 0.0
+            part = values[begun]
+            add_up(part)
+            values[begun] = part
 
     def stats(
         self,
@@ -169,7 +193,7 @@ class StepObjective:
             tokens_forwarded=tokens_forwarded,
             kl_behaviour=float(gap.mean()) if len(gap) else 0.0,
             max_mismatch=float(gap.abs().max()) if len(gap) else 0.0,
-            clip_fraction=float(self._clipped / self._seen),
+            clip_fraction=float(self._clipped[0] / self._clipped[1]),
             ess=float(effective_sample_size(self.correction, mask)),
             entropy=float(self.entropy[mask].mean()),
             kl_reference=float(self.kl[mask].mean()) if self.config.kl_coefficient > 0 else None,

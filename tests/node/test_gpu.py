@@ -20,6 +20,8 @@ from node.home import models_dir
 from node.interfaces import Batch, TrainGroup, TrainSequence
 from node.models import ModelBundle, load_model
 from node.training.local import LocalTrainer
+from node.training.sharded import ShardedTrainer
+from node.training.workers import Kind, WorkerPlan, Workers
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU")]
 
@@ -102,6 +104,32 @@ def test_gradient_checkpointing_lowers_the_peak(rank: int, tmp_path: Path) -> No
         torch.cuda.empty_cache()
     assert losses["on"] == pytest.approx(losses["off"], abs=1e-3)
     assert peaks["on"] < (0.8 if rank == 0 else 0.6) * peaks["off"], peaks
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_two_gpus_train_as_one_does(dtype: Kind, tmp_path: Path) -> None:
+    """By NCCL: losses and gradient norms of several updates, and the weights in the node's own model."""
+    path, models = "embedded", models_dir()
+    settings: dict[str, Any] = {"learning_rate": 1e-5, "tokens_per_micro_batch": 256}
+    one = load_model(path, device="cuda:0", dtype=dtype, models=models)
+    local = LocalTrainer(one, TrainConfig(**settings), dumps=tmp_path)
+    node = load_model(path, device="cpu", dtype=dtype, models=models)
+    workers = Workers(WorkerPlan(2, "cuda", dtype, path, models, 2, 0.0, tmp_path, tmp_path / "trainer.log"))
+    config = TrainConfig(**settings, shards=2)
+    trainer = ShardedTrainer(node, config, workers, handover=tmp_path / "handover", seconds=lambda: 300.0)
+    trainer.start()
+    near = 1e-5 if dtype == "float32" else 2e-2
+    try:
+        for step in (1, 2, 3):
+            given = batch(step, one.vocabulary_size)
+            theirs, ours = local.update(given), trainer.update(given)
+            assert ours.loss == pytest.approx(theirs.loss, rel=near, abs=near)
+            assert ours.grad_norm == pytest.approx(theirs.grad_norm, rel=near)
+        for mine, other in zip(node.model.parameters(), one.model.parameters(), strict=True):
+            torch.testing.assert_close(mine.float(), other.float().cpu(), atol=10 * near, rtol=0)
+    finally:
+        trainer.close()
 
 
 @pytest.fixture

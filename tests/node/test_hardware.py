@@ -1,5 +1,6 @@
 """Which engine, why, and whether a model fits."""
 
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from node.hardware import (
     ModelTooBig,
     Setup,
     check_fit,
+    check_shards,
     choose_engine,
     gpu_share,
     memory_limit,
@@ -30,6 +32,7 @@ from node.hardware import (
     sleeps,
 )
 from node.models import ModelError, load_model
+from node.training.choose import place_of_model
 
 CPU = Machine(8 * GB, (), "")
 GPU = Machine(64 * GB, (Gpu("H200", 140 * GB),), "/usr/bin/vllm")
@@ -78,7 +81,7 @@ def test_a_model_that_does_not_fit_is_refused_with_the_sum() -> None:
         "seven with 7.00 billion parameters does not fit: weights 26.1 + optimizer 52.2 + the larger of "
         "(gradients 26.1) and (keys and values 0.1) = 104.3 GB, of 8.0 GB of memory; train adapters only "
         "(train.lora_rank), use a smaller model (model.path), model.dtype bfloat16, train.optimizer adamw8bit on a "
-        "GPU, or a machine with more memory"
+        "GPU, several GPUs (train.shards), or a machine with more memory"
     )
 
 
@@ -118,6 +121,58 @@ def test_adapters_take_little_and_the_weights_once(train: dict[str, Any], traine
     kept = 640 * (32 * 4096 + 8192 + 18432) * 2
     assert plan.total == EIGHT_B.parameters * 2 + trained * (2 + 4 + 8 + 4) + kept
     assert "weights 14.9 + adapters 0.0 + 32-bit adapters" in str(plan)
+
+
+FOUR_GPUS = Machine(512 * GB, (Gpu("H200", 140 * GB),) * 4, "/usr/bin/vllm")
+
+
+def test_shards_hold_their_rows_and_gather_layers() -> None:
+    shape = dataclasses.replace(EIGHT_B, embedding=1_000_000_000)
+    layer = 7_000_000_000 // 32
+    gathered = (1_000_000_000 + 2 * layer) * (2 + 4)
+    kept = 640 * (32 * 4096 + 8192 + 18432) * 2
+    given = config(train={"shards": 4, "kl_coefficient": 0.1}, engine={"gpus": "4"})
+    plan = plan_memory(given, shape, FOUR_GPUS, choose_engine(given, FOUR_GPUS), torch.bfloat16)
+    assert plan.total == 2_000_000_000 * (4 + 8 + 4 + 4) + gathered + kept  # vLLM elsewhere: no copy on a GPU
+    assert str(plan).startswith("1/4 of 32-bit weights 7.5 + 1/4 of optimizer 14.9 + 1/4 of reference 7.5 + ")
+    one = config(engine={"gpus": "4"}, train={"kl_coefficient": 0.1})
+    assert plan.total < plan_memory(one, shape, FOUR_GPUS, choose_engine(one, FOUR_GPUS), torch.bfloat16).total / 2
+
+    on_cpu = config(train={"shards": 2})  # all of them share the memory of the machine, with the node's own copy
+    plan = plan_memory(on_cpu, shape, CPU, choose_engine(on_cpu, CPU), torch.float32)
+    update = 8_000_000_000 * 4 + 2 * (1_000_000_000 + 2 * layer) * 8 + 2 * kept * 2
+    assert plan.total == 8_000_000_000 * (4 + 8 + 4) + update
+
+
+def test_shards_and_vllm_are_apart_only_where_they_share_no_gpu() -> None:
+    four = {"shards": 4}
+    shared = config(train=four, engine={"gpus": "3,4"})
+    assert choose_engine(shared, FOUR_GPUS).shared_gpu
+    apart = config(train=four, engine={"gpus": "4,5"})
+    assert not choose_engine(apart, FOUR_GPUS).shared_gpu
+
+
+def test_more_shards_than_gpus_are_refused() -> None:
+    with pytest.raises(ModelError, match=r"shards = 8 needs a GPU for each, and there are 4; set train\.shards to 4"):
+        check_shards(config(train={"shards": 8}), FOUR_GPUS)
+    check_shards(config(train={"shards": 4}), FOUR_GPUS)
+    check_shards(config(train={"shards": 8}), CPU)
+
+
+def test_the_copy_of_a_node_with_shards_is_where_it_is_used() -> None:
+    def place(machine: Machine, **sections: Any) -> tuple[str, str]:
+        given = config(**sections, model={"device": "cpu", "dtype": "float32"})
+        choice = choose_engine(given, machine)
+        setup = Setup(machine, choice, plan_memory(given, HALF_B, machine, choice, torch.float32))
+        given = given.model_copy(update={"model": given.model.model_copy(update={"device": "cuda"})})
+        monkeypatch.setattr("node.training.choose.device_of", lambda name: torch.device("cpu"))
+        return place_of_model(given, setup)
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        assert place(FOUR_GPUS, train={"shards": 4}) == ("cpu", "float32")
+        assert place(FOUR_GPUS, train={"shards": 4}, engine={"transfer": "nccl"}) == ("cuda", "float32")
+        assert place(FOUR_GPUS, train={"shards": 4}, rollout={"engine": "transformers"}) == ("cuda", "float32")
+        assert place(FOUR_GPUS) == ("cuda", "float32")
 
 
 def test_moments_in_8_bits_and_layers_computed_twice_take_less() -> None:

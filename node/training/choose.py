@@ -1,0 +1,66 @@
+"""Makes the trainer that the settings ask for: local, or sharded over worker processes."""
+
+from collections.abc import Callable
+from typing import cast, get_args
+
+import psutil
+
+from node.config import Config
+from node.hardware import Setup
+from node.home import Home, models_dir
+from node.models import ModelBundle, compute_dtype, device_of
+from node.training.local import LocalTrainer
+from node.training.sharded import ShardedTrainer
+from node.training.workers import Kind, WorkerPlan, Workers
+
+ANSWER_SHARE = 0.9
+"""Of a stage's deadline that workers have for an answer: then they are started anew, and the stage has not failed."""
+
+
+def make_trainer(
+    bundle: ModelBundle, config: Config, home: Home, *, seconds: Callable[[], float]
+) -> LocalTrainer | ShardedTrainer:
+    """The trainer, ready. `seconds`: deadline of a stage. Raises ModelError, TrainerLost."""
+    if config.train.shards == 1:
+        return LocalTrainer(bundle, config.train, dumps=home.path / "dumps")
+    plan = worker_plan(bundle, config, home)
+    trainer = ShardedTrainer(
+        bundle,
+        config.train,
+        Workers(plan),
+        handover=home.path / "weights" / "trainer",
+        seconds=lambda: ANSWER_SHARE * seconds(),
+    )
+    trainer.start()
+    return trainer
+
+
+def worker_plan(bundle: ModelBundle, config: Config, home: Home) -> WorkerPlan:
+    """How the workers of `train.shards` are started, for a bundle in the compute type."""
+    shards, kind = config.train.shards, str(bundle.model.dtype).removeprefix("torch.")
+    assert kind in get_args(Kind)
+    cores = psutil.cpu_count(logical=False) or 1
+    return WorkerPlan(
+        count=shards,
+        device="cuda" if device_of(config.model.device).type == "cuda" else "cpu",
+        dtype=cast(Kind, kind),
+        model=config.model.path,
+        models=models_dir(),
+        threads=config.node.threads or max(1, cores // shards),
+        gpu_memory_share=config.limits.gpu_memory_share,
+        dumps=home.path / "dumps",
+        log=home.logs / "trainer.log",
+    )
+
+
+def place_of_model(config: Config, setup: Setup) -> tuple[str, str]:
+    """Device and compute type of the node's own model.
+
+    With shards, and an engine that has weights of its own, it is only where new weights pass through: not on a GPU.
+    """
+    device, asked = config.model.device, config.model.dtype
+    if config.train.shards == 1:
+        return device, asked
+    passes_through = setup.choice.name == "vllm" and config.engine.transfer == "files"
+    kind = compute_dtype(device_of(device), asked)  # the workers', wherever this one lies
+    return "cpu" if passes_through else device, str(kind).removeprefix("torch.")

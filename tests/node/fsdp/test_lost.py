@@ -1,0 +1,129 @@
+"""A trainer that is lost in the loop: the step is repeated from the journal, after a pause, and people are told."""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from node.checkpoint import CheckpointStore
+from node.config import Config
+from node.config_train import TrainConfig
+from node.device import Device
+from node.history import History
+from node.interfaces import Batch, TrainerLost, UpdateStats
+from node.journal import JournalRecord
+from node.loop import Loop
+from node.progress import Progress
+from protocol.manifest import embedded_manifest
+from swarm.sampler import Sampler
+
+STATS = UpdateStats(0.0, 0.0, 0.0, 1, 1, 0.0, 0.0, 0.0, 1.0, 0.0, None, 1, 0)
+STATE = {"epoch": 3, "taken": 8, "sampler": Sampler(0).state()}
+
+
+class Fragile:
+    """Is lost in the updates whose turn is in `losses`; started again, it is at step 0."""
+
+    def __init__(self, losses: set[int]) -> None:
+        self.step, self.turn, self.losses = 0, 0, losses
+        self.given = list[int]()
+        self.starts = 0
+
+    def again(self) -> None:
+        self.step = 0
+        self.starts += 1
+        if self.starts == 2:
+            raise TrainerLost("worker 1 did not come up", self.again)
+
+    def update(self, batch: Batch, should_stop: Callable[[], bool]) -> UpdateStats:
+        self.given.append(batch.step)
+        self.turn += 1
+        if self.turn in self.losses:
+            raise TrainerLost("worker 2 (process 7) was ended by SIGKILL\nand its log", self.again)
+        self.step += 1
+        return STATS
+
+    def configure(self, config: TrainConfig) -> None: ...
+
+    def memory(self) -> dict[str, int]:
+        return {}
+
+
+class FakeEngine:
+    async def update_weights(self, version: int) -> None: ...
+
+
+@pytest.fixture
+def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    made: list[float] = []
+
+    async def sleep(seconds: float) -> None:
+        made.append(seconds)
+
+    monkeypatch.setattr("node.loop.asyncio.sleep", sleep)
+    return made
+
+
+async def test_a_lost_step_is_repeated_from_the_journal(
+    tmp_path: Path, pauses: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device, history = Device(), History(tmp_path / "node.db", time.time)
+    trainer = Fragile({2, 4})  # step 2 at its first turn, and step 1 as it is repeated
+    parts: Any = SimpleNamespace(
+        config=Config(),
+        manifest=embedded_manifest("one", time.time() - 60),
+        peer_id="12D3",
+        bundle=None,
+        scorer=SimpleNamespace(knows=lambda ref: True),
+        device=device,
+        engine=FakeEngine(),
+        trainer=trainer,
+        teacher=None,
+        sampler=Sampler(0),
+        checkpoints=CheckpointStore(tmp_path / "checkpoints", 2),
+        history=history,
+        progress=Progress(time.time, 60.0),
+        clock=time.time,
+    )
+    loop = Loop(parts)
+    history.record_evaluation(0, {"x": 0.0})
+    told: list[tuple[str, str, str]] = []
+    say = Progress.say
+
+    def listen(progress: Progress, state: Any, reason: str = "", next: str = "") -> None:
+        told.append((state, reason, next))
+        say(progress, state, reason, next)
+
+    monkeypatch.setattr(Progress, "say", listen)
+
+    async def step() -> None:
+        number = trainer.step + 1
+        record = JournalRecord(number, Batch(number, ()), STATE, {"foreign_groups": 0})
+        await loop._journal(record)
+        await loop._apply(record)
+
+    monkeypatch.setattr(loop, "step", step)
+    await loop.recover()
+    await loop.run(3)
+    assert trainer.step == 3
+    # 1, then 2 lost; repeated: 1, 2 lost again; started twice, since it did not come up; 1, 2; and on to 3
+    assert trainer.given == [1, 2, 1, 2, 1, 2, 3]
+    assert trainer.starts == 3
+    assert pauses == [1.0, 2.0, 4.0]
+    assert loop._losses == 0
+    assert [one["step"] for one in history.steps(0, 10)] == [1, 2, 3]
+    said = [event["message"] for event in history.events(None, 20) if event["kind"] == "trainer"]
+    lost = "the trainer is lost: worker 2 (process 7) was ended by SIGKILL"
+    assert sorted(said) == sorted(
+        [
+            f"{lost}; it is started again in 1 s",
+            f"{lost}; it is started again in 2 s",
+            "the trainer is lost: worker 1 did not come up; it is started again in 4 s",
+        ]
+    )
+    assert ("WAITING", f"{lost}; it is started again", "if that goes on, read the log: shoal logs") in told
+    device.close()
+    history.close()
