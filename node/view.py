@@ -14,7 +14,7 @@ from node.manifest_words import in_sentences
 from node.scorer import ScorerError
 from node.settings import ConfigError, Overridden, public_values
 from node.view_group import MAX_SIBLINGS, completions, group_summary, task_of
-from node.view_peers import peer_graph, peers_page, standings
+from node.view_peers import peer_graph, peers_page
 from swarm.experience import UnknownGroup
 from web.view import NotFound, SettingOverridden, SettingRefused
 
@@ -140,7 +140,7 @@ class DaemonView:
             },
             "words": in_sentences(manifest, private=private),
             "private": private,
-            "members": 1 + sum(peer.record.last_seen >= now - MEMBER_SECONDS for peer in standings(node)),
+            "members": 1 + node.store.peers.seen_since(node.transport.peers(), now, now - MEMBER_SECONDS),
             "coordinator": None,
             "invite": node.invite_uri(),
         }
