@@ -71,6 +71,7 @@ class History:
                 "step": i + 1,
                 "reward": float(self.reward[i]),
                 **{name: float(column[i]) for name, column in self.columns.items()},
+                "rewards": {name: float(rewards[i]) for name, rewards in self.environments.items()},
             }
             for i in range(after, min(after + limit, self.steps))
         ]
