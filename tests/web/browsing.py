@@ -18,7 +18,10 @@ from web.server import WebServer
 CHROMIUM = next(
     (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None
 )
-AXE = Path(os.environ.get("AXE_CORE", ".cache/axe-core/node_modules/axe-core/axe.min.js"))
+AXE = Path(
+    os.environ.get("AXE_CORE")
+    or Path(__file__).parents[2] / ".cache" / "axe-core" / "node_modules" / "axe-core" / "axe.min.js"
+)
 """axe.min.js of the npm package axe-core; .ci/install-axe puts it there."""
 PAGES = ("overview", "training", "groups", "peers", "swarm", "logs", "settings")
 PHONE = {"width": 390, "height": 844}

@@ -133,7 +133,7 @@ async def test_the_keyboard_alone_gets_everywhere():
         assert (await tab.text("#title")).startswith("Group ")
 
 
-@pytest.mark.skipif(not AXE.is_file(), reason="needs AXE_CORE: axe.min.js of the npm package axe-core")
+@pytest.mark.skipif(not AXE.is_file(), reason="needs axe-core: sh .ci/install-axe, or AXE_CORE=axe.min.js")
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 async def test_axe_finds_nothing_serious(scheme):
     found = []
