@@ -91,8 +91,10 @@ async def browser(node: FixtureView, **options: Any) -> AsyncIterator[Browser]:
     try:
         async with signed_in(await sign_in(server.url, TOKEN), **options) as tab:
             tab.node, tab.server = node, server
-            yield tab
-            server = tab.server
+            try:
+                yield tab
+            finally:
+                server = tab.server
     finally:
         await server.stop()
 
