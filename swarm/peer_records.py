@@ -1,7 +1,8 @@
 """What a node remembers of its peers, on disk: reputations and how often each verdict fell. Part of node.db."""
 
-from collections.abc import Collection
-from typing import Any
+import json
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, Final
 
 from swarm.database import Database
 from swarm.records import ADMITTED, ANNOUNCED, TRAINED, PeerRecord
@@ -19,6 +20,21 @@ CREATE TABLE verdicts (
 """
 
 _COLUMNS = "peer, accepted, penalty, updated_at, banned, model, first_seen, last_seen"
+_KNOWN = """WITH here AS (SELECT value AS peer FROM json_each(?1)), known AS (
+    SELECT peer, accepted, penalty, updated_at, banned, model, first_seen,
+        CASE WHEN peer IN here THEN ?2 ELSE last_seen END AS last_seen FROM peers
+    UNION ALL SELECT peer, 0.0, 0.0, ?2, 0, '', ?2, ?2 FROM here WHERE peer NOT IN (SELECT peer FROM peers)) """
+"""All peers known and connected (?1, in JSON); the latter are seen now (?2), whenever they last did anything."""
+_ADMITTED = f"COALESCE((SELECT count FROM verdicts AS v WHERE v.peer = known.peer AND verdict = '{ADMITTED}'), 0)"
+ORDERS: Final[Mapping[str, str]] = {
+    "last_seen": "last_seen",
+    "reputation": "weigh(accepted, penalty, updated_at, banned)",
+    "admitted": _ADMITTED,
+    "rejected": "COALESCE((SELECT SUM(count) FROM verdicts AS v WHERE v.peer = known.peer"
+    f" AND verdict NOT IN ('{ADMITTED}', '{ANNOUNCED}', '{TRAINED}')), 0)",
+    "peer_id": "peer",
+}
+"""SQL of what a list of peers is sorted by."""
 
 
 class PeerRecords:
@@ -29,16 +45,6 @@ class PeerRecords:
 
     def all(self) -> list[PeerRecord]:
         return [_record(row) for row in self._db.all(f"SELECT {_COLUMNS} FROM peers ORDER BY peer")]
-
-    def standings(self) -> list[tuple[PeerRecord, int, int]]:
-        """All of them, at most MAX_PEERS, with how many of their groups were admitted and how many refused."""
-        rows = self._db.all(
-            f"SELECT {_COLUMNS}, COALESCE(admitted, 0), COALESCE(refused, 0) FROM peers LEFT JOIN"
-            f" (SELECT peer AS judged, SUM(CASE verdict WHEN '{ADMITTED}' THEN count ELSE 0 END) AS admitted,"
-            f" SUM(CASE WHEN verdict IN ('{ADMITTED}', '{ANNOUNCED}', '{TRAINED}') THEN 0 ELSE count END) AS refused"
-            f" FROM verdicts GROUP BY peer) ON judged = peer ORDER BY peer"
-        )
-        return [(_record(row[:-2]), row[-2], row[-1]) for row in rows]
 
     def save(self, record: PeerRecord, verdict: str | None = None) -> None:
         """Write a peer's record and, with `verdict`, count one more of it."""
@@ -69,6 +75,52 @@ class PeerRecords:
             if rows:
                 found[peer] = dict(rows)
         return found
+
+    # -- for people, of the peers known and `connected` as of `now`; ordered and cut here: there may be MAX_PEERS -----
+
+    def page(
+        self,
+        connected: Collection[str],
+        now: float,
+        *,
+        search: str,
+        sort: str,
+        descending: bool,
+        offset: int,
+        limit: int,
+        weigh: Callable[[float, float, float, int], float],
+    ) -> tuple[int, list[PeerRecord]]:
+        """How many have `search` in id or model, and a page of them sorted by one of ORDERS; of equals the smaller id
+        comes first. `weigh` makes a reputation of accepted, penalty, updated_at and banned."""
+        self._db.define("weigh", weigh)
+        here = json.dumps(list(connected))
+        found = "FROM known WHERE INSTR(LOWER(peer), LOWER(?3)) OR INSTR(LOWER(model), LOWER(?3))"
+        (total,) = self._db.one(f"{_KNOWN} SELECT COUNT(*) {found}", here, now, search) or (0,)
+        way = "DESC" if descending else "ASC"
+        rows = self._db.all(
+            f"{_KNOWN} SELECT {_COLUMNS} {found} ORDER BY {ORDERS[sort]} {way}, peer LIMIT ?4 OFFSET ?5",
+            here, now, search, limit, offset,
+        )  # fmt: skip
+        return total, [_record(row) for row in rows]
+
+    def nearest(self, connected: Collection[str], now: float, limit: int) -> list[tuple[PeerRecord, int]]:
+        """Those connected, then those with groups admitted, each with how many: the most first."""
+        rows = self._db.all(
+            f"{_KNOWN} SELECT {_COLUMNS}, {_ADMITTED} AS admitted, peer IN here AS near FROM known"
+            " WHERE near OR admitted > 0 ORDER BY near DESC, admitted DESC, peer LIMIT ?3",
+            json.dumps(list(connected)),
+            now,
+            limit,
+        )
+        return [(_record(row[:-2]), row[-2]) for row in rows]
+
+    def seen_since(self, connected: Collection[str], now: float, since: float) -> int:
+        """How many were seen since then."""
+        row = self._db.one(
+            f"{_KNOWN} SELECT COUNT(*) FROM known WHERE last_seen >= ?3", json.dumps(list(connected)), now, since
+        )
+        assert row is not None  # an aggregate always has one
+        return int(row[0])
 
     def tidy(self) -> None:
         """Keep MAX_PEERS: a home may be older than this bound."""

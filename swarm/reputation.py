@@ -68,6 +68,14 @@ def weight(record: PeerRecord) -> float:
     return 0.0 if record.banned else (record.accepted + 1) / (record.accepted + record.penalty + DOUBT)
 
 
+def weight_at(now: float, accepted: float, penalty: float, updated_at: float, banned: int) -> float:
+    """`weight` of the `faded` record with these numbers, for lists of thousands."""
+    keep = 0.5 ** (max(0.0, now - updated_at) / HALF_LIFE)
+    if banned and penalty * keep >= BAN_AT / 2:
+        return 0.0
+    return (accepted * keep + 1) / ((accepted + penalty) * keep + DOUBT)
+
+
 class Reputation:
     """The records of all known peers, read from the store once and written through to it.
 

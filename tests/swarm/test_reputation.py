@@ -4,7 +4,8 @@ import pytest
 
 from protocol.rules import Reason
 from swarm.experience import ExperienceStore
-from swarm.reputation import DOUBT, HALF_LIFE, PENALTIES, Reputation
+from swarm.records import PeerRecord
+from swarm.reputation import BAN_AT, DOUBT, HALF_LIFE, PENALTIES, Reputation, faded, weight, weight_at
 
 NOW = 1_800_000_000.0
 
@@ -73,6 +74,14 @@ def test_a_clock_that_goes_back_changes_nothing(store: ExperienceStore, clock: A
     reputation.record("good", "admitted")
     clock.now -= 10 * HALF_LIFE
     assert reputation.of("good").accepted == 1
+
+
+@pytest.mark.parametrize("penalty", [0.0, 3.0, BAN_AT, 4 * BAN_AT])
+@pytest.mark.parametrize("banned", [False, True])
+@pytest.mark.parametrize("later", [-5.0, 0.0, 0.3 * HALF_LIFE, HALF_LIFE, 9 * HALF_LIFE])
+def test_the_weight_of_numbers_is_that_of_their_record(penalty: float, banned: bool, later: float) -> None:
+    record = PeerRecord("p", 2.5, penalty, NOW, banned, "", NOW, NOW)
+    assert weight_at(NOW + later, 2.5, penalty, NOW, banned) == pytest.approx(weight(faded(record, NOW + later)))
 
 
 def test_reputation_survives_a_restart(store: ExperienceStore, clock: Any) -> None:

@@ -7,7 +7,8 @@ minute.
 import argparse
 import asyncio
 
-from tests.web.dashboard_fixture import Dashboard, DashboardServer
+from tests.web.browsing import make_server, sign_in
+from tests.web.fixture_view import TOKEN, FixtureView
 
 
 async def main() -> None:
@@ -17,12 +18,11 @@ async def main() -> None:
     parser.add_argument("--empty", action="store_true")
     parser.add_argument("--state", default="TRAINING")
     options = parser.parse_args()
-    node = Dashboard(steps=0, peers=0, groups=0) if options.empty else Dashboard(hostile=options.hostile)
+    node = FixtureView(steps=0, peers=0, groups=0) if options.empty else FixtureView(hostile=options.hostile)
     node.state["state"] = options.state
-    server = DashboardServer(node)
-    server.port = options.port
+    server = make_server(node, options.port)
     await server.start()
-    print(server.sign_in(), flush=True)  # noqa: T201
+    print(await sign_in(server.url, TOKEN), flush=True)  # noqa: T201
     while True:
         await asyncio.sleep(12)
         if node.state["state"] == "TRAINING" and not options.empty:

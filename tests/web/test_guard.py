@@ -7,7 +7,7 @@ import time
 import aiohttp
 import pytest
 
-from tests.web.conftest import FixtureView
+from tests.web.fixture_view import FixtureView
 from web.auth import CODE_SECONDS
 from web.guard import host_name
 from web.server import WebServer
@@ -17,7 +17,14 @@ TOKEN = "a-token-for-tests-0123456789"
 
 def routes() -> list[tuple[str, str]]:
     """Method and path of every route there is, with something in the place of what a path takes."""
-    server = WebServer(FixtureView(), host="127.0.0.1", port=0, token=TOKEN, allowed_hosts=(), clock=time.time)
+    server = WebServer(
+        FixtureView(steps=42, peers=3, groups=40, events=7),
+        host="127.0.0.1",
+        port=0,
+        token=TOKEN,
+        allowed_hosts=(),
+        clock=time.time,
+    )
     return [
         (route.method, re.sub(r"\{\w+\}", "abcd", route.resource.canonical))
         for route in server.app.router.routes()

@@ -10,7 +10,7 @@ import pytest
 import schemathesis
 from schemathesis import GenerationMode
 
-from tests.web.conftest import TOKEN, FixtureView
+from tests.web.fixture_view import TOKEN, FixtureView
 from web.endpoints import QUERIES
 from web.openapi import document
 from web.server import WebServer
@@ -37,7 +37,14 @@ def url() -> Iterator[str]:
     loop, started, found = asyncio.new_event_loop(), threading.Event(), []
 
     async def serve() -> None:
-        server = WebServer(FixtureView(), host="127.0.0.1", port=0, token=TOKEN, allowed_hosts=(), clock=time.time)
+        server = WebServer(
+            FixtureView(steps=42, peers=3, groups=40, events=7),
+            host="127.0.0.1",
+            port=0,
+            token=TOKEN,
+            allowed_hosts=(),
+            clock=time.time,
+        )
         await server.start()
         found.append((server, server.url))
         started.set()
@@ -79,7 +86,14 @@ def test_answers_are_as_described(method: str, path: str, mode: GenerationMode, 
 
 
 def test_every_route_of_the_api_is_in_it_and_nothing_else() -> None:
-    server = WebServer(FixtureView(), host="127.0.0.1", port=0, token=TOKEN, allowed_hosts=(), clock=time.time)
+    server = WebServer(
+        FixtureView(steps=42, peers=3, groups=40, events=7),
+        host="127.0.0.1",
+        port=0,
+        token=TOKEN,
+        allowed_hosts=(),
+        clock=time.time,
+    )
     there = {
         (route.method.lower(), route.resource.canonical.removeprefix("/api/v1"))
         for route in server.app.router.routes()

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.web.browsing import AXE, CHROMIUM, PAGES, PHONE, browser
-from tests.web.dashboard_fixture import Dashboard
+from tests.web.fixture_view import FixtureView
 
 pytest.importorskip("playwright", reason="needs playwright from the dev dependencies")
 pytestmark = [
@@ -17,11 +17,11 @@ SIDEWAYS = "document.documentElement.scrollWidth - innerWidth"
 
 def shared_group(node):
     """A foreign group on a task that everybody got."""
-    return next(found["id"] for row in range(node.group_count // 8 * 8 - 7, 0, -8) if (found := node.group(row)))
+    return node.row(len(node.group_rows) // 8 * 8 - 7)["id"]
 
 
 async def test_every_page_shows_a_long_run_without_a_complaint():
-    async with browser(Dashboard()) as tab:
+    async with browser(FixtureView()) as tab:
         assert await tab.text(".hero h2") == "Training"
         assert "2.6 times the start" in await tab.text(".overview > .panel:nth-child(2) .lead")
         assert "4 of 8 groups" in await tab.text(".overview > .panel:nth-child(3) .lead")
@@ -39,11 +39,17 @@ async def test_every_page_shows_a_long_run_without_a_complaint():
         assert await tab.count(".graph circle") == 200
         assert await tab.text(".pager span") == "1 to 50 of 1,000 peers"
         assert await tab.count(".tag[data-tone=bad]") == 1
+        await tab.go("training")
+        await tab.sees("Steps 1 to 100,000, 250 a point.")
+        await tab.page.click("text=Last 100")
+        await tab.sees("Steps 99,901 to 100,000.")
+        begin, end = await tab.page.evaluate("document.querySelector('.js-plotly-plot').layout.xaxis.range")
+        assert (begin, end) == (99_901, 100_000)
         assert tab.complaints == []
 
 
 async def test_the_first_paint_waits_for_no_chart():
-    async with browser(Dashboard()) as tab:
+    async with browser(FixtureView()) as tab:
         await tab.until(lambda: tab.count(".js-plotly-plot"))
         painted, asked = await tab.page.evaluate(
             """[performance.getEntriesByName("first-contentful-paint")[0].startTime,
@@ -56,7 +62,7 @@ async def test_the_first_paint_waits_for_no_chart():
 
 
 async def test_charts_that_do_not_load_are_told_and_the_numbers_stay():
-    async with browser(Dashboard(steps=500, peers=3)) as tab:
+    async with browser(FixtureView(steps=500, peers=3)) as tab:
         await tab.page.route("**/plotly.min.js", lambda route: route.abort())
         await tab.page.reload()
         await tab.sees("The chart could not be drawn")
@@ -64,7 +70,7 @@ async def test_charts_that_do_not_load_are_told_and_the_numbers_stay():
 
 
 async def test_what_hostile_peers_write_is_text():
-    async with browser(Dashboard(hostile=True), viewport=PHONE) as tab:
+    async with browser(FixtureView(hostile=True), viewport=PHONE) as tab:
         for page in (*PAGES, f"groups/{shared_group(tab.node)}"):
             await tab.go(page)
             assert await tab.page.evaluate(SIDEWAYS) <= 0, page
@@ -79,7 +85,7 @@ async def test_what_hostile_peers_write_is_text():
 
 
 async def test_a_node_in_its_first_minute_says_what_to_do():
-    async with browser(Dashboard(steps=0, peers=0, groups=0)) as tab:
+    async with browser(FixtureView(steps=0, peers=0, groups=0)) as tab:
         tab.node.state |= {"swarm": "", "reason": ""}
         assert "Too early" in await tab.text(".overview > .panel:nth-child(2) .lead")
         await tab.sees("The curve starts with the second step.")
@@ -91,7 +97,7 @@ async def test_a_node_in_its_first_minute_says_what_to_do():
 
 
 async def test_a_phone_shows_every_page_without_scrolling_sideways():
-    async with browser(Dashboard(), viewport=PHONE) as tab:
+    async with browser(FixtureView(), viewport=PHONE) as tab:
         assert not await tab.page.is_visible('#nav a[data-page="settings"]')
         for page in (*PAGES, f"groups/{shared_group(tab.node)}"):
             await tab.go(page)
@@ -103,7 +109,7 @@ async def test_a_phone_shows_every_page_without_scrolling_sideways():
 
 
 async def test_the_keyboard_alone_gets_everywhere():
-    async with browser(Dashboard(steps=50, peers=4, groups=40)) as tab:
+    async with browser(FixtureView(steps=50, peers=4, groups=40)) as tab:
         focused = "document.activeElement"
         await tab.page.keyboard.press("Tab")
         assert await tab.page.evaluate(f"{focused}.textContent") == "Skip to the page"
@@ -127,12 +133,12 @@ async def test_the_keyboard_alone_gets_everywhere():
         assert (await tab.text("#title")).startswith("Group ")
 
 
-@pytest.mark.skipif(not AXE.is_file(), reason="needs AXE_CORE: axe.min.js of the npm package axe-core")
+@pytest.mark.skipif(not AXE.is_file(), reason="needs axe-core: sh .ci/install-axe, or AXE_CORE=axe.min.js")
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 async def test_axe_finds_nothing_serious(scheme):
     found = []
     # only here is the policy left out: axe is put into the page as a script
-    async with browser(Dashboard(steps=2000, peers=40, groups=400), color_scheme=scheme, bypass_csp=True) as tab:
+    async with browser(FixtureView(steps=2000, peers=40, groups=400), color_scheme=scheme, bypass_csp=True) as tab:
         await tab.page.evaluate(AXE.read_text())
         for page in (*PAGES, f"groups/{shared_group(tab.node)}"):
             await tab.go(page)
@@ -146,7 +152,7 @@ async def test_axe_finds_nothing_serious(scheme):
 
 
 async def test_the_chosen_colours_are_remembered():
-    async with browser(Dashboard(steps=50, peers=4, groups=40), color_scheme="light") as tab:
+    async with browser(FixtureView(steps=50, peers=4, groups=40), color_scheme="light") as tab:
         ground = "getComputedStyle(document.body).backgroundColor"
         light = await tab.page.evaluate(ground)
         await tab.page.click("#theme label:has-text('Dark')")

@@ -22,7 +22,7 @@ TOKEN = "a-token-for-tests-0123456789"
         (
             {"last_step_age": 601.0},
             503,
-            "no step for 601 s, the deadline is 600 s; training, stage rollouts for 3 s",
+            "no step for 601 s, the deadline is 600 s; training, stage rollout for 3 s",
         ),
         ({"state": "PAUSED", "last_step_age": 9e9, "held_by": "quiet_hours"}, 200, None),
         ({"state": "PAUSED", "held_by": "disk", "reason": "5 MB are free"}, 503, "training is held: 5 MB are free"),

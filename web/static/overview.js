@@ -99,7 +99,7 @@ export function rewardPicture(series) {
       curve(step, smoothed(reward), "trend", { width: 3 }),
       ...(held.step.length ? [dots(held.step, held.mean, "held-out")] : []),
     ],
-    layout: { yaxis: { rangemode: "tozero" }, xaxis: { range: [Math.min(series.first, held.step[0] ?? series.first), series.last] } },
+    layout: { yaxis: { rangemode: "tozero" }, xaxis: { range: [Math.min(step[0], held.step[0] ?? step[0]), step.at(-1)] } },
     hover: true,
   };
 }

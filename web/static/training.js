@@ -74,9 +74,11 @@ export const training = {
       const { tone, words } = progress(series.reward);
       lead.className = `lead ${tone}`;
       lead.textContent = words;
-      shown.textContent = series.last ? `Steps ${number(series.first)} to ${number(series.last)}${series.width > 1 ? `, ${number(series.width)} a point` : ""}.` : "";
+      const begin = Math.max(series.first, series.step[0] - series.width + 1); // the first point may have fewer steps
+      const steps = series.step.length ? `Steps ${number(begin)} to ${number(series.step.at(-1))}` : "";
+      shown.textContent = steps && `${steps}${series.width > 1 ? `, ${number(series.width)} a point` : ""}.`;
       choices.forEach((choice, i) => choice.setAttribute("aria-pressed", String(range[0] === null && last === RANGES[i][1])));
-      main.draw(() => rewardPicture(series), `Reward, steps ${series.first} to ${series.last}. ${words}`);
+      main.draw(() => rewardPicture(series), `Reward. ${steps}. ${words}`);
       held.value.textContent = number(live.status.held_out, 2);
       const scores = series.evaluations ?? { step: [], mean: [] };
       held.chart.draw(() => (scores.step.length ? { traces: [dots(scores.step, scores.mean, "")] } : null), `Held-out score: ${number(live.status.held_out, 2)} now`);

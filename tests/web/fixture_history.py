@@ -1,5 +1,6 @@
 """Step records of a long run, made by a formula with seeded noise, and their series."""
 
+import math
 from typing import Any
 
 import numpy
@@ -63,28 +64,49 @@ class History:
             "own_groups": 4, "foreign_groups": int(self.columns["foreign_groups"][-1]), "tokens_per_second": 312.4,
         }  # fmt: skip
 
-    def series(self, points: int, first: str | None, last: str | None) -> dict[str, Any]:
-        """What `GET series` answers."""
-        begin, end = max(1, int(first or 1)), min(self.steps, int(last or self.steps))
+    def rows(self, after: int, limit: int) -> list[dict[str, Any]]:
+        """Records of steps > `after`, oldest first."""
+        return [
+            {
+                "step": i + 1,
+                "reward": float(self.reward[i]),
+                **{name: float(column[i]) for name, column in self.columns.items()},
+                "rewards": {name: float(rewards[i]) for name, rewards in self.environments.items()},
+            }
+            for i in range(after, min(after + limit, self.steps))
+        ]
+
+    def evaluations(self, first: int, last: int) -> list[tuple[int, float]]:
+        """Held-out means of the steps from `first` to `last`: of the initial model, and some 25 more."""
+        every = max(10, self.steps // 25)
+        return [
+            (step, round(0.17 + 0.35 * (1 - math.exp(-4 * step / self.steps)), 4))
+            for step in range(0, self.steps + 1, every)
+            if self.steps and first <= step <= last
+        ]
+
+    def series(self, points: int, first: int | None, last: int | None) -> dict[str, Any]:
+        """As `web.view.NodeView.series` says."""
+        begin, end = max(1, first or 1), min(self.steps, self.steps if last is None else last)
         width = max(1, -(-(end - begin + 1) // points))
         edges = numpy.arange(begin - 1, end, width)
 
         def reduced(column: Any, function: Any = numpy.add, mean: bool = True) -> list[float]:
-            if not self.steps:
+            if begin > end:
                 return []
             values = function.reduceat(column[:end], edges)
             counts = numpy.diff(numpy.append(edges, end))
             return [round(float(value), 5) for value in (values / counts if mean else values)]
 
-        scored = [step for step in range(0, self.steps + 1, max(1, self.steps // 25)) if begin - 1 <= step <= end]
-        means = [0.17 + 0.35 * (1 - numpy.exp(-4 * step / max(1, self.steps))) for step in scored]
+        scored = self.evaluations(first or 0, end)
+        means = [mean for _, mean in scored]
         return {
-            "first": begin if self.steps else None, "last": end if self.steps else None, "width": width,
+            "first": 1 if self.steps else None, "last": self.steps or None, "width": width,
             "step": [int(min(edge + width, end)) for edge in edges],
             "reward": reduced(self.reward),
             "reward_low": reduced(self.reward, numpy.minimum, mean=False),
             "reward_high": reduced(self.reward, numpy.maximum, mean=False),
             **{name: reduced(column) for name, column in self.columns.items()},
             "environments": {name: reduced(column) for name, column in self.environments.items()},
-            "evaluations": {"step": scored, "mean": means, "scores": {"chain_sum": means}},
+            "evaluations": {"step": [step for step, _ in scored], "mean": means, "scores": {"chain_sum": means}},
         }  # fmt: skip
