@@ -4,7 +4,7 @@ Shared tasks let completions of different models to the same task be compared; o
 choosing easy prompts (protocol.assignment derives both from the manifest, the epoch and the peer id).
 """
 
-from collections.abc import Container
+from collections.abc import Callable, Container
 from dataclasses import dataclass
 
 from node.selection import REVISIT_EVERY
@@ -23,11 +23,18 @@ class DataPosition:
     taken: int = 0
 
     def take(
-        self, manifest: Manifest, peer_id: str, count: int, now: float, passed_over: Container[str] = ()
+        self,
+        manifest: Manifest,
+        peer_id: str,
+        count: int,
+        now: float,
+        passed_over: Container[str] = (),
+        takes: Callable[[TaskRef], bool] = lambda ref: True,
     ) -> tuple[TaskRef, ...]:
         """The next `count` tasks at time `now` (unix seconds). Slots wrap when an epoch's are used up.
 
-        Tasks of the environments `passed_over` are left out, but every REVISIT_EVERY-th slot is taken whatever it has.
+        Tasks of the environments `passed_over`, and those that a coordinator's mix does not take, are left out, but
+        every REVISIT_EVERY-th slot is taken whatever it has.
         """
         epoch = manifest.epoch_at(now)
         if epoch != self.epoch:
@@ -35,7 +42,7 @@ class DataPosition:
         refs: list[TaskRef] = []
         while len(refs) < count:
             ref = self._task(manifest, peer_id, self.taken)
-            if ref.environment not in passed_over or self.taken % REVISIT_EVERY == 0:
+            if (ref.environment not in passed_over and takes(ref)) or self.taken % REVISIT_EVERY == 0:
                 refs.append(ref)
             self.taken += 1
         return tuple(refs)

@@ -38,6 +38,7 @@ from node.own_groups import OwnGroups, chosen
 from node.progress import Progress
 from node.replay import replay
 from node.rollouts import Rollout, to_group, train_group
+from node.rounds import Rounds
 from node.routing import bounded
 from node.scorer import Scorer
 from node.summary import in_words, summarise
@@ -77,6 +78,8 @@ class Parts:
     progress: Progress
     clock: Callable[[], float]
     teacher: Teacher | None = None
+    rounds: Rounds | None = None
+    """Where the swarm has coordinators."""
 
 
 class Loop:
@@ -140,6 +143,8 @@ class Loop:
             await self._take_up_settings()
             if self.evaluations.owed:
                 await self.evaluations.take()
+            if p.rounds is not None:
+                await p.rounds.answer(p)
             p.progress.enter("step")
             try:
                 await self.step()

@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Any, get_args
 import psutil
 
 from node.limits import Holder
-from node.manifest_words import in_sentences
 from node.scorer import ScorerError
 from node.settings import ConfigError, Overridden, public_values
+from node.view_coordinator import coordination
 from node.view_group import MAX_SIBLINGS, completions, group_summary, task_of
 from node.view_peers import peer_graph, peers_page, standings
+from node.view_swarm import swarm_facts
 from swarm.experience import UnknownGroup
 from web.view import NotFound, SettingOverridden, SettingRefused
 
@@ -127,23 +128,17 @@ class DaemonView:
         node = self.node
         if node.manifest is None:
             return {}
-        now, manifest = node.clock(), node.manifest
-        epoch, private = manifest.epoch_at(now), node.home.swarm().psk is not None
-        return {
-            **manifest.describe(),
-            "epoch": {"number": epoch, "ends_in": manifest.epoch_ends(epoch) - now},
-            "epochs": {
-                "seconds": manifest.epoch_seconds,
-                "genesis": manifest.genesis,
-                "own_tasks": manifest.slots_per_epoch,
-                "shared_tasks": manifest.shared_slots,
-            },
-            "words": in_sentences(manifest, private=private),
-            "private": private,
-            "members": 1 + sum(peer.record.last_seen >= now - MEMBER_SECONDS for peer in standings(node)),
-            "coordinator": None,
-            "invite": node.invite_uri(),
-        }
+        now, rounds = node.clock(), node.rounds
+        return swarm_facts(
+            node.manifest,
+            now,
+            private=node.home.swarm().psk is not None,
+            members=1 + sum(peer.record.last_seen >= now - MEMBER_SECONDS for peer in standings(node)),
+            invite=node.invite_uri(),
+            coordinator=None
+            if rounds is None
+            else coordination(rounds.following, said=rounds.entering.said, listed=rounds.entering.listed),
+        )
 
     def events(self, after: int | None, limit: int) -> Sequence[Mapping[str, Json]]:
         return self.node.history.events(after, limit)
