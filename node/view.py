@@ -166,13 +166,15 @@ class DaemonView:
     def metrics(self) -> Mapping[str, float]:
         status = self.status()
         last = self.node.history.last_step() or {}
-        stats, scorer = self.node.transport.stats(), self.node.scorer
+        stats, scorer, rounds = self.node.transport.stats(), self.node.scorer, self.node.rounds
         samples = {
             "shoal_step": status["step"],
             "shoal_peers": status["peers"],
             "shoal_up": float(status["state"] != "FAILED"),
             "shoal_reward": status["reward"],
             "shoal_held_out": status["held_out"],
+            "shoal_round": rounds.following.round.number if rounds and rounds.following.round else None,
+            "shoal_members": len(rounds.following.members.members) if rounds and rounds.following.members else None,
             "shoal_tokens_per_second": status["tokens_per_second"],
             "shoal_last_step_age_seconds": status["last_step_age"],
             "shoal_resident_bytes": status["rss_mb"] * 2**20,

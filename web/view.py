@@ -69,7 +69,8 @@ class NodeView(Protocol):
 
     def swarm(self) -> Mapping[str, Json]:
         """Manifest in JSON with `digest`, `epoch` (number, ends_in), `epochs`, `words` (the manifest in sentences),
-        `private`, `members` (seen in the last day) and `invite` of this node; empty while none is known."""
+        `private`, `members` (seen in the last day), `invite` of this node and `coordinator` (who leads, round, board,
+        faults; None where the manifest names none); empty while none is known."""
 
     def events(self, after: int | None, limit: int) -> Sequence[Mapping[str, Json]]:
         """Events with id > `after`, or the newest `limit` for None; oldest first: `id`, `at`, `level`, `kind`,

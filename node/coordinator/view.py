@@ -130,7 +130,7 @@ class CoordinatorView:
         }
         if lead is not None:
             samples["shoal_round"] = lead.following.round.number if lead.following.round else 0
-            samples["shoal_members_present"] = len(lead.present())
+            samples["shoal_members"] = len(lead.membership.members())
         return {name: float(value) for name, value in samples.items()}
 
     def pause(self, reason: str) -> None:
