@@ -297,6 +297,9 @@ class Loop:
         peers = len(p.exchange.transport.peers())
         if peers:
             p.progress.say("TRAINING", f"with {peers} peer{'s' if peers > 1 else ''}")
+        elif p.rounds is not None and p.rounds.entering.said:
+            said = f"alone: the coordinator does not let this node in: {p.rounds.entering.said}"
+            p.progress.say("TRAINING", said, "shoal join with another invite")
         else:
             p.progress.say("TRAINING", "alone: no peer connected", "invite somebody: shoal swarm invite")
 

@@ -106,7 +106,8 @@ class ManifestRequest(msgspec.Struct, frozen=True, array_like=True, forbid_unkno
     digest: Digest
 
 
-PeerId = Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
+PeerId = Annotated[str, msgspec.Meta(pattern=r"^12D3KooW[1-9A-HJ-NP-Za-km-z]{44}\Z")]
+"""Of the form of an Ed25519 peer id: what transports can be asked to refuse."""
 _Sealed = Annotated[bytes, msgspec.Meta(max_length=MAX_ANNOUNCEMENT_BYTES)]
 
 

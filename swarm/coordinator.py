@@ -13,7 +13,7 @@ from typing import TypeVar
 
 import msgspec
 
-from protocol.board import MAX_MEMBERS, list_bytes, pass_rates
+from protocol.board import MAX_MEMBERS, MemberList, list_bytes, pass_rates
 from protocol.identity import Identity
 from protocol.manifest import Manifest
 from protocol.messages import (
@@ -61,6 +61,8 @@ SETTLE_SECONDS = 5.0
 MAX_SHARDS = 64
 ASK_RATE, ASK_BURST = 0.5, 8.0
 """Requests to enter, or reports, a second from one peer, and at once."""
+REVISE_SECONDS = 5.0
+"""Between two member lists, but for a kick: each is pulled by every member."""
 MAX_COUNTED = 1 << 18
 """Groups counted in one round."""
 
@@ -102,8 +104,9 @@ class Coordinator:
         self._asks = Allowance(ASK_RATE, ASK_BURST, clock)
         self.access = Access(transport, manifest, clock, on_event=on_event)
         self._gate = AnnouncementGate(manifest, clock, banned=self.access.barred)
-        self._members = b""
-        """Digest of the list as it was last kept."""
+        self._members: MemberList | None = None
+        """The list as records name it."""
+        self._revised = -math.inf
         following.on_members = self.access.take
         following.on_asked = self._saw
         if following.members is not None:
@@ -244,12 +247,13 @@ class Coordinator:
         )
 
     def _list_digest(self) -> bytes:
-        """Digest of the member list as it is now, kept where members ask for it."""
-        digest, body = list_bytes(self.membership.signed_list())
-        if digest != self._members:
-            self.following.keep_list(digest, body)
-            self._members = digest
-        return digest
+        """Digest of the member list for the next record, kept where members ask for it."""
+        now, wanted = self._clock(), self.membership.signed_list()
+        due = now - self._revised >= REVISE_SECONDS
+        if self._members is None or wanted.kicked != self._members.kicked or (due and wanted != self._members):
+            self._members, self._revised = wanted, now
+            self.following.keep_list(*list_bytes(wanted))
+        return list_bytes(self._members)[0]
 
     def _mix(self) -> tuple[int, ...]:
         board = self.following.board

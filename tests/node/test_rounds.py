@@ -62,6 +62,7 @@ class Member:
 @pytest.fixture
 async def pair(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[Leader, Member]]:
     monkeypatch.setattr("swarm.coordinator.TICK_SECONDS", 0.02)
+    monkeypatch.setattr("swarm.coordinator.REVISE_SECONDS", 0.0)
     monkeypatch.setattr("node.rounds.SEND_SECONDS", 0.05)
     hub, clock = MemoryHub(), Clock()
     lead = Leader(hub, tmp_path, "lead", MANIFEST, clock, pace=PACE)
@@ -111,7 +112,7 @@ async def test_held_out_tasks_are_answered_once_and_scored(
     await until(lambda: rounds.following.round and rounds.following.round.state is State.closing)
     record = rounds.following.round
     assert record is not None
-    rounds.trained["somebody"] = 3
+    rounds.trained[lead.id] = 3
     await rounds.answer(PARTS)
     await rounds.answer(PARTS)
     assert asked == [[round_task(MANIFEST, record.seed, name, i) for name in ("even", "odd") for i in range(3)]]

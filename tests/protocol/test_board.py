@@ -15,6 +15,7 @@ from protocol.board import (
     pass_rates,
     read_list,
 )
+from protocol.identity import Identity
 from protocol.messages import MAX_LIST_BYTES, Trained
 from protocol.rejection import Reason, Rejected
 
@@ -91,13 +92,16 @@ def test_who_left_is_off_the_board_and_absent_ones_keep_their_best() -> None:
 
 
 def test_lists_are_read_strictly() -> None:
-    members = MemberList(SWARM, (Member("anna", "member"), Member("bert", "observer")), ("eve",))
+    anna, bert, eve = (Identity.from_seed(bytes([number]) * 32).peer_id for number in range(3))
+    members = MemberList(SWARM, (Member(anna, "member"), Member(bert, "observer")), (eve,))
     digest, raw = list_bytes(members)
     assert len(digest) == 32
     assert read_list(raw, MemberList, SWARM) == members
     for bad, reason in (
         (raw + b"\x00", Reason.malformed),
-        (msgspec.msgpack.encode([SWARM, [["anna", "king"]], []]), Reason.malformed),
+        (msgspec.msgpack.encode([SWARM, [[anna, "king"]], []]), Reason.malformed),
+        (msgspec.msgpack.encode([SWARM, [["anna", "member"]], []]), Reason.malformed),
+        (msgspec.msgpack.encode([SWARM, [], ["../" * 20]]), Reason.malformed),
         (bytes(MAX_LIST_BYTES + 1), Reason.too_large),
         (list_bytes(MemberList(b"x" * 32, ()))[1], Reason.wrong_swarm),
         (b"\x93" * 5000, Reason.malformed),
