@@ -59,6 +59,12 @@ class Access:
         self._listed = frozenset(member.peer for member in members.members)
         self._observers = frozenset(member.peer for member in members.members if member.role == "observer")
 
+    def admit(self, peer: str, role: str) -> None:
+        """One more member, before there is a list that names it."""
+        self._listed |= {peer}
+        if role == "observer":
+            self._observers |= {peer}
+
     async def run(self) -> None:
         """Part from those who stay without being listed."""
         while True:

@@ -290,9 +290,10 @@ class Coordinator:
             answer = EnterResponse("", f"{self.following.leader or 'nobody'} leads now")
         else:
             try:
-                answer = EnterResponse(self.membership.enter(peer, request.token), "")
+                role = self.membership.enter(peer, request.token)
+                answer = EnterResponse(role, "")
                 self._saw(peer)
-                self.access.take(self.membership.signed_list())
+                self.access.admit(peer, role)
             except NotAdmitted as refused:
                 answer = EnterResponse("", str(refused))
         return msgspec.msgpack.encode(answer)

@@ -45,20 +45,12 @@ def coordinator() -> None:
 @with_session
 def init(session: Session, name: str, file: Path | None, public: bool, standbys: tuple[str, ...]) -> None:
     """Begin a swarm that this home coordinates: identity where there is none, manifest, key."""
-    import secrets
-
     from node.cli.output import emit
-    from node.manifest_file import read_manifest
-    from protocol.manifest import Coordination, embedded_manifest
 
     home = session.home()
     home.init()
     peer_id = session.unlocked().identity().peer_id
-    named = Coordination((peer_id, *standbys), listed_only=not public)
-    now = time.time()
-    manifest = embedded_manifest(name, now, named) if file is None else read_manifest(file, name, now, named)
-    with home.lock():
-        home.found(manifest, None if public else secrets.token_bytes(32))
+    manifest = begin(home, peer_id, name, file, public=public, standbys=standbys)
     if session.as_json:
         emit({"name": name, "digest": manifest.digest.hex(), "peer_id": peer_id, "coordinators": manifest.coordinators})
         return
@@ -66,10 +58,28 @@ def init(session: Session, name: str, file: Path | None, public: bool, standbys:
     click.echo("Next: shoal coordinator up, then shoal coordinator invite")
 
 
+def begin(
+    home: "Home", peer_id: str, name: str, file: Path | None = None, *, public: bool, standbys: tuple[str, ...] = ()
+) -> "Manifest":
+    """Found a swarm of this name in the home, coordinated by `peer_id`."""
+    import secrets
+
+    from node.manifest_file import read_manifest
+    from protocol.manifest import Coordination, embedded_manifest
+
+    named = Coordination((peer_id, *standbys), listed_only=not public)
+    now = time.time()
+    manifest = embedded_manifest(name, now, named) if file is None else read_manifest(file, name, now, named)
+    with home.lock():
+        home.found(manifest, None if public else secrets.token_bytes(32))
+    return manifest
+
+
 @coordinator.command()
 @click.option("--join", "invite", metavar="INVITE", help="a standby: join this swarm first (shoal:...)")
+@click.option("--begin", "name", metavar="NAME", help="where the home is in no swarm: init one of this name first")
 @with_session
-def up(session: Session, invite: str | None) -> None:
+def up(session: Session, invite: str | None, name: str | None) -> None:
     """Coordinate the swarm of this home until Ctrl-C."""
     from node.cli.up import leave_at_once
     from node.settings import load
@@ -84,6 +94,8 @@ def up(session: Session, invite: str | None) -> None:
     if link:
         with home.lock():
             home.join(Invite.parse(link))
+    elif name and not home.invite_path.exists():
+        begin(home, home.identity().peer_id, name, public=False)
     home.swarm()  # raises where there is none: a coordinator begins no swarm of its own accord
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, leave_at_once)

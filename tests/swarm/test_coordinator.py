@@ -397,6 +397,7 @@ async def test_hostile_bytes_change_nothing(hall: Hall) -> None:
 async def test_a_report_that_does_not_fit_is_refused_and_long_answers_score_nothing(hall: Hall) -> None:
     lead = await hall.leader()
     (anna,) = await hall.swarm(lead, "anna")
+    await until(lambda: is_at([anna], 1, State.open))
     hall.clock.ahead += PACE.round_seconds
     await until(lambda: is_at([anna], 1, State.closing))
     digest = hall.manifest.digest
@@ -435,6 +436,7 @@ async def test_a_scorer_that_fails_for_a_while_holds_the_round_up(hall: Hall) ->
 
     lead = await hall.leader(score=unsteady)
     (anna,) = await hall.swarm(lead, "anna")
+    await until(lambda: is_at([anna], 1, State.open))
     hall.clock.ahead += PACE.round_seconds
     await until(lambda: is_at([anna], 1, State.closing))
     assert (await anna.answer([1, 1, 1, 1])).taken
