@@ -159,6 +159,22 @@ class LimitsConfig(Section):
     )
 
 
+class CoordinatorConfig(Section):
+    """Of `shoal coordinator up`; a node that trains has nothing to set here."""
+
+    round_seconds: int = Field(900, ge=1, le=30 * 86400, description="how long a round is open at most")
+    answer_seconds: int = Field(300, ge=1, le=86400, description="for members to answer its held-out tasks")
+    least_members: int = Field(1, ge=1, le=4096, description="present members for a round to open")
+    groups: int = Field(64, ge=0, description="groups after which a member is through with a round; 0: time only")
+    quorum: float = Field(0.8, gt=0, le=1, description="share of present members that are through, to close early")
+    tasks: int = Field(8, ge=1, le=256, description="held-out tasks of each environment")
+    samples: int = Field(1, ge=1, le=16, description="completions of each held-out task")
+    mix: Literal["measured", "manifest"] = Field(
+        "measured", description="weights of environments: by measured pass rate, or the manifest's"
+    )
+    patience: float = Field(30.0, gt=0, description="seconds of a leader's silence until a standby takes over")
+
+
 AT_ONCE: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "node": ("name",),
@@ -200,6 +216,7 @@ class Config(Section):
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     limits: LimitsConfig = LimitsConfig()
+    coordinator: CoordinatorConfig = CoordinatorConfig()
 
     @model_validator(mode="after")
     def between_sections(self) -> "Config":

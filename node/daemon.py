@@ -28,6 +28,7 @@ from node.history import History
 from node.holding import Holding
 from node.home import DaemonInfo, Home, models_dir
 from node.interfaces import Trainer
+from node.joining import keep_port, know_manifest, listen_address
 from node.limits import local_zone
 from node.loop import Loop, Parts
 from node.memory import share_gpu
@@ -36,6 +37,7 @@ from node.oddities import oddities
 from node.progress import Progress
 from node.rescore import Rescorer
 from node.rollouts import prompts
+from node.rounds import Rounds, make_rounds
 from node.scheduling.own import schedule
 from node.scorer import Scorer, make_scorer
 from node.settings import Settings
@@ -50,14 +52,13 @@ from protocol.assignment import held_out_task
 from protocol.invite import Invite
 from protocol.manifest import Manifest, check_local_limits
 from swarm.directory import list_in_directory
-from swarm.exchange import Exchange, FetchFailed, fetch_manifest
+from swarm.exchange import Exchange
 from swarm.experience import ExperienceStore
 from swarm.libp2p_transport import Libp2pTransport
 from swarm.peers import Discovery
 from swarm.sampler import Sampler
 from swarm.serving import serve_manifest
 from swarm.throttle import Throttle
-from swarm.transport import TransportError
 from web.server import WebServer
 
 log = logging.getLogger(__name__)
@@ -127,11 +128,12 @@ class Daemon:
         self.trainer: Trainer | None = None
         self.exchange: Exchange | None = None
         self.loop: Loop | None = None
+        self.rounds: Rounds | None = None
         self.as_json = as_json
         swarm = home.swarm()
         self.transport = Libp2pTransport(
             self.identity,
-            [self._listen()],
+            [listen_address(home, self.config.network)],
             announce=self.config.network.announce,
             psk=swarm.psk,
             throttle=self.throttle,
@@ -142,18 +144,6 @@ class Daemon:
             swarm.manifest_digest,
             clock=clock,
         )
-
-    def _listen(self) -> str:
-        """The configured address; a free port (tcp/0) is kept once chosen, so that invites stay good."""
-        listen, kept = self.config.network.listen, self.home.listen_port()
-        return f"{listen.removesuffix('/0')}/{kept}" if listen.endswith("/tcp/0") and kept else listen
-
-    def _keep_port(self) -> None:
-        """Remember the port that tcp/0 became."""
-        for address in self.transport.addresses():
-            parts = address.split("/")
-            if "tcp" in parts and self.config.network.listen.endswith("/tcp/0"):
-                self.home.keep_listen_port(int(parts[parts.index("tcp") + 1]))
 
     async def main(self, steps: int | None, stay: bool) -> int:
         """Run everything; 0 after a stop, 1 after a failure that is written to the log, the history and stderr."""
@@ -192,7 +182,7 @@ class Daemon:
         try:
             await web.start()
             self.home.write_daemon(DaemonInfo(os.getpid(), web.url, self.started_at, self.transport.addresses()))
-            self._keep_port()
+            keep_port(self.home, self.config.network, self.transport)
             log.info("the dashboard is at %s ; sign in with: %s", web.url, self.home.command("open"))
             log.info("node %s listens at %s", self.identity.peer_id, ", ".join(self.transport.addresses()))
             async with asyncio.TaskGroup() as services:
@@ -233,11 +223,13 @@ class Daemon:
         """Know the swarm, make the parts, continue where the last process stopped, train."""
         for odd in oddities(self.config):
             self.history.event("warning", "config", odd)
-        manifest = self.manifest = await self._know_manifest()
+        timeout = self.config.network.request_timeout
+        manifest = self.manifest = await know_manifest(self.home, self.transport, self.progress, timeout)
         check_local_limits(manifest, self.clock(), max_group_mb=self.config.limits.group_mb)
         serve_manifest(self.transport, manifest, self.clock)
         if self.home.is_listed():
             services.create_task(self._told(self._list(manifest)), name="directory")
+        self.rounds = make_rounds(manifest, self.home, self.transport, self.clock, self.history, self.config)
         self.progress.say("STARTING", "starting the scorer and loading the model")
         self.scorer = make_scorer(manifest.environments, self.config.limits)
         async with self.progress.during("load"):
@@ -247,6 +239,8 @@ class Daemon:
         self.holding.steer(self.loop)
         self.exchange = parts.exchange
         services.create_task(self._told(parts.exchange.run()), name="exchange")
+        if self.rounds is not None:
+            services.create_task(self._told(self.rounds.run()), name="rounds")
         await self.loop.recover()
         for engine in engines:
             await self._start_engine(engine, parts)
@@ -273,31 +267,6 @@ class Daemon:
                 dtypes=[str(parts.bundle.model.dtype).removeprefix("torch."), *computes_in],
                 routing=parts.bundle.routing,
             )
-
-    async def _know_manifest(self) -> Manifest:
-        """The swarm's manifest: from the home, or from a peer by the invite's digest; waits for one."""
-        manifest = self.home.manifest()
-        if manifest is not None:
-            return manifest
-        digest = self.home.swarm().manifest_digest
-        while True:
-            peers = self.transport.peers()
-            missing = "no peer of the invite is reachable yet"
-            if peers:
-                missing = f"{len(peers)} connected, but none has sent the swarm's manifest yet"
-            self.progress.say("WAITING", missing, "check that the inviting node is up and its port reachable")
-            if peers:
-                try:
-                    raw = await fetch_manifest(
-                        self.transport, digest, peers, timeout=self.config.network.request_timeout
-                    )
-                except (TransportError, FetchFailed) as error:
-                    log.info("manifest not fetched yet: %s", error)
-                else:
-                    manifest = Manifest.from_bytes(raw)
-                    self.home.keep_manifest(manifest)
-                    return manifest
-            await asyncio.sleep(0.5)
 
     async def _list(self, manifest: Manifest) -> None:
         """Tell the public directory of this swarm."""
@@ -355,6 +324,8 @@ class Daemon:
             request_timeout=config.network.request_timeout,
             seed=config.node.seed,
             on_event=lambda kind, message: self.history.event("info", kind, message),
+            following=self.rounds.following if self.rounds else None,
+            access=self.rounds.access if self.rounds else None,
         )
         return engines, Parts(
             config=config,
@@ -373,6 +344,7 @@ class Daemon:
             progress=self.progress,
             clock=self.clock,
             teacher=await load_teacher(config, bundle, self.device),
+            rounds=self.rounds,
         )
 
     async def _check_prompts(self, parts: Parts) -> list[tuple[int, ...]]:
@@ -412,6 +384,8 @@ class Daemon:
                 ended |= {"state": "FAILED", "reason": self.progress.reason}
             print(json.dumps(ended), flush=True)  # noqa: T201 - the one value on stdout
         self.device.close()
+        if self.rounds is not None:
+            self.rounds.following.log.close()
         self.trained.close()
         self.history.close()
         self.store.close()

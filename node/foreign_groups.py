@@ -54,6 +54,8 @@ class ForeignGroups:
                     p.history.event("warning", "mix", f"foreign group left out: {problem}")
                 else:
                     rollouts.append(rollout)
+                    if p.rounds is not None:
+                        p.rounds.trained[entry.producer] += 1
             try:
                 p.store.mark_used([entry.digest for entry in chosen])
             except StoreError as error:  # a full disk: the sampler counts the uses too

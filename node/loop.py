@@ -39,6 +39,7 @@ from node.own_groups import OwnGroups, chosen
 from node.progress import Progress
 from node.replay import replay
 from node.rollouts import Rollout, to_group, train_group
+from node.rounds import Rounds
 from node.routing import bounded
 from node.scorer import Scorer
 from node.summary import in_words, summarise
@@ -78,6 +79,8 @@ class Parts:
     progress: Progress
     clock: Callable[[], float]
     teacher: Teacher | None = None
+    rounds: Rounds | None = None
+    """Where the swarm has coordinators."""
 
 
 class Loop:
@@ -152,6 +155,8 @@ class Loop:
                 await self._take_up_settings()
                 if self.evaluations.owed:
                     await self.evaluations.take()
+                if p.rounds is not None:
+                    await p.rounds.answer(p)
                 p.progress.enter("step")
                 await self.step()
                 self._skips = self._losses = 0
@@ -325,6 +330,9 @@ class Loop:
         peers = len(p.exchange.transport.peers())
         if peers:
             p.progress.say("TRAINING", f"with {peers} peer{'s' if peers > 1 else ''}")
+        elif p.rounds is not None and p.rounds.entering.said:
+            said = f"alone: the coordinator does not let this node in: {p.rounds.entering.said}"
+            p.progress.say("TRAINING", said, "shoal join with another invite")
         else:
             p.progress.say("TRAINING", "alone: no peer connected", "invite somebody: shoal swarm invite")
 

@@ -1,4 +1,4 @@
-"""A swarm's manifest written by hand, in TOML, for `shoal swarm create --manifest FILE`.
+"""A swarm's manifest written by hand, in TOML, for `shoal swarm create` and `shoal coordinator init --manifest FILE`.
 
 epoch_seconds = 600            # these four and [caps] may be left out
 [[environments]]
@@ -16,6 +16,7 @@ import msgspec
 from protocol.manifest import (
     REASONING_GYM_VERSION,
     Caps,
+    Coordination,
     EnvironmentSpec,
     Manifest,
     ManifestError,
@@ -44,7 +45,7 @@ class _File(msgspec.Struct, forbid_unknown_fields=True):
     caps: dict[str, Any] = {}
 
 
-def read_manifest(path: Path, name: str, genesis: float) -> Manifest:
+def read_manifest(path: Path, name: str, genesis: float, coordination: Coordination | None = None) -> Manifest:
     """The manifest of a file, under a name and with epoch 0 beginning at `genesis` (unix seconds).
 
     Raises ManifestFileError, OSError.
@@ -65,6 +66,7 @@ def read_manifest(path: Path, name: str, genesis: float) -> Manifest:
             shared_slots=content.shared_slots,
             shards=content.shards,
             caps=Caps(**content.caps),
+            coordination=coordination,
         )
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ManifestFileError(f"{path} is not valid TOML: {error} ; correct that line") from error

@@ -25,6 +25,13 @@ def in_sentences(manifest: Manifest, *, private: bool) -> list[str]:
         "Every node makes the tasks itself and scores every answer again: a claimed reward that is off by more than "
         f"{caps.reward_tolerance:g} is refused.",
     ]
+    if manifest.coordinators:
+        words.append(
+            "A coordinator sets the pace and the mix of tasks, and scores members on tasks that nobody knew before. It "
+            "decides nothing about groups: those every node checks itself."
+        )
+    if manifest.listed_only:
+        words.append("Only members that the coordinator let in take part.")
     if private:
         words.append("It is private: only who has an invite can connect, so the invite is a secret.")
     else:

@@ -74,10 +74,11 @@ class OwnGroups:
         return rollouts
 
     def _next_tasks(self, count: int, now: float) -> tuple[TaskRef, ...]:
-        """The next tasks that the curriculum lets through."""
+        """The next tasks that the curriculum lets through, and the round's mix where there is a coordinator."""
         p = self.parts
         passed_over = self.curriculum.outside([spec.name for spec in p.manifest.environments])
-        return self.position.take(p.manifest, p.peer_id, count, now, passed_over)
+        takes = p.rounds.takes if p.rounds else lambda ref: True
+        return self.position.take(p.manifest, p.peer_id, count, now, passed_over, takes)
 
     async def _sample(self, count: int, tasks: Callable[[int], Sequence[Begun]]) -> list[Rollout]:
         """`count` groups, of tasks begun before and of `tasks`."""

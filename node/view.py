@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Any, get_args
 import psutil
 
 from node.limits import Holder
-from node.manifest_words import in_sentences
 from node.scorer import ScorerError
 from node.settings import ConfigError, Overridden, public_values
+from node.view_coordinator import coordination
 from node.view_group import MAX_SIBLINGS, completions, group_summary, task_of
 from node.view_peers import members_seen, peer_graph, peers_page
+from node.view_swarm import swarm_facts
 from swarm.experience import UnknownGroup
 from web.view import NotFound, SettingOverridden, SettingRefused
 
@@ -126,25 +127,18 @@ class DaemonView:
         node = self.node
         if node.manifest is None:
             return {}
-        now, manifest = node.clock(), node.manifest
-        epoch, private = manifest.epoch_at(now), node.home.swarm().psk is not None
-        return {
-            **manifest.describe(),
-            "epoch": {"number": epoch, "ends_in": manifest.epoch_ends(epoch) - now},
-            "epochs": {
-                "seconds": manifest.epoch_seconds,
-                "genesis": manifest.genesis,
-                "own_tasks": manifest.slots_per_epoch,
-                "shared_tasks": manifest.shared_slots,
-            },
-            "words": in_sentences(manifest, private=private),
-            "private": private,
-            "members": members_seen(node),
-            "listed": node.home.is_listed(),
-            "coordinator": None,
-            "invite": node.invite_uri(),
-            "invite_caution": node.invite_caution(),
-        }
+        rounds = node.rounds
+        return swarm_facts(
+            node.home,
+            node.manifest,
+            node.clock(),
+            members=members_seen(node),
+            invite=node.invite_uri(),
+            invite_caution=node.invite_caution(),
+            coordinator=None
+            if rounds is None
+            else coordination(rounds.following, said=rounds.entering.said, listed=rounds.entering.listed),
+        )
 
     def events(self, after: int | None, limit: int) -> Sequence[Mapping[str, Json]]:
         return self.node.history.events(after, limit)
@@ -172,13 +166,15 @@ class DaemonView:
     def metrics(self) -> Mapping[str, float]:
         status = self.status()
         last = self.node.history.last_step() or {}
-        stats, scorer = self.node.transport.stats(), self.node.scorer
+        stats, scorer, rounds = self.node.transport.stats(), self.node.scorer, self.node.rounds
         samples = {
             "shoal_step": status["step"],
             "shoal_peers": status["peers"],
             "shoal_up": float(status["state"] != "FAILED"),
             "shoal_reward": status["reward"],
             "shoal_held_out": status["held_out"],
+            "shoal_round": rounds.following.round.number if rounds and rounds.following.round else None,
+            "shoal_members": len(rounds.following.members.members) if rounds and rounds.following.members else None,
             "shoal_tokens_per_second": status["tokens_per_second"],
             "shoal_last_step_age_seconds": status["last_step_age"],
             "shoal_resident_bytes": status["rss_mb"] * 2**20,

@@ -75,3 +75,15 @@ def held_out_task(manifest: Manifest, environment: str, index: int) -> TaskRef:
         raise ValueError(f"no environment {environment!r} in the manifest; it has {known}")
     seed = _hash64(b"shoal/1/held-out\n", manifest.digest, environment.encode()) >> 1
     return TaskRef(spec.name, spec.version, seed, index)
+
+
+def round_task(manifest: Manifest, seed: bytes, environment: str, index: int) -> TaskRef:
+    """A held-out task of a coordinator's round: nobody knows it before the round's 32-byte `seed` is told.
+
+    Raises ValueError when the manifest has no such environment.
+    """
+    spec = manifest.environment(environment)
+    if spec is None:
+        raise ValueError(f"no environment {environment!r} in the manifest")
+    hashed = _hash64(b"shoal/1/round\n", manifest.digest, seed, environment.encode()) >> 1
+    return TaskRef(spec.name, spec.version, hashed, index)

@@ -37,6 +37,7 @@ class Domain(IntEnum):
 
     group = 1
     announcement = 2
+    round = 3
     listing = 5
 
 

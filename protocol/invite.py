@@ -1,6 +1,8 @@
 """An invite: all that a new node needs to join a swarm, as one `shoal:` link that survives mail and QR codes.
 
-    'shoal:' base64url-without-padding( version byte 1 || msgpack [digest, bootstrap, psk, name] || check )
+    'shoal:' base64url-without-padding( version byte || msgpack [digest, bootstrap, psk, name] || check )
+
+An invite of a coordinator has its token behind the name, and version 2; all others keep version 1.
 
 `check` is the first 4 bytes of SHA-256 over everything before it. Version byte and check stay where they are in
 every future version, so that a damaged link and a newer one are told apart.
@@ -20,6 +22,9 @@ from protocol.identity import IdentityError, public_key_of
 from protocol.messages import Digest
 
 INVITE_VERSION = 1
+TOKEN_VERSION = 2
+"""With a token for the coordinator."""
+TOKEN_BYTES = 16
 MAX_INVITE_CHARACTERS = 4096
 MAX_BOOTSTRAP = 16
 SCHEME = "shoal:"
@@ -42,6 +47,10 @@ class _Body(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
     name: Annotated[str, msgspec.Meta(max_length=64)]
 
 
+class _TokenBody(_Body, frozen=True, array_like=True, forbid_unknown_fields=True):
+    token: Annotated[bytes, msgspec.Meta(min_length=TOKEN_BYTES, max_length=TOKEN_BYTES)]
+
+
 @dataclass(frozen=True, slots=True)
 class Invite:
     """A swarm's name, where to find it, and the key of its private network if it has one."""
@@ -53,12 +62,16 @@ class Invite:
     """32 bytes, secret."""
     name: str = ""
     """The swarm's name, for people."""
+    token: bytes | None = field(default=None, repr=False)
+    """16 bytes, secret: what the coordinator lets its bearer in for."""
 
     def to_uri(self) -> str:
         """The link. Raises InviteError when a field is outside its limits."""
-        frame = bytes([INVITE_VERSION]) + msgspec.msgpack.encode(
-            _Body(self.manifest_digest, self.bootstrap, self.psk, self.name)
-        )
+        fields = (self.manifest_digest, self.bootstrap, self.psk, self.name)
+        if self.token is None:
+            frame = bytes([INVITE_VERSION]) + msgspec.msgpack.encode(_Body(*fields))
+        else:
+            frame = bytes([TOKEN_VERSION]) + msgspec.msgpack.encode(_TokenBody(*fields, self.token))
         text = base64.urlsafe_b64encode(frame + _check(frame)).rstrip(b"=").decode()
         uri = SCHEME + text
         Invite.parse(uri)
@@ -77,19 +90,21 @@ class Invite:
         frame = _decode(compact[len(SCHEME) :])
         if len(frame) <= 1 + _CHECK_BYTES or _check(frame[:-_CHECK_BYTES]) != frame[-_CHECK_BYTES:]:
             raise InviteError("the invite is cut off or mistyped (its check does not match); copy the whole link again")
-        if frame[0] != INVITE_VERSION:
+        kind = {INVITE_VERSION: _Body, TOKEN_VERSION: _TokenBody}.get(frame[0])
+        if kind is None:
             raise InviteError(
-                f"the invite has version {frame[0]}, this shoal reads {INVITE_VERSION}; upgrade shoal to join"
+                f"the invite has version {frame[0]}, this shoal reads {TOKEN_VERSION}; upgrade shoal to join"
             )
         try:
-            body = msgspec.msgpack.decode(frame[1:-_CHECK_BYTES], type=_Body)
+            body = msgspec.msgpack.decode(frame[1:-_CHECK_BYTES], type=kind)
         except (msgspec.DecodeError, RecursionError) as error:
             raise InviteError(f"the invite is broken ({error}); ask for a new one") from error
         if not all(character.isprintable() for character in body.name):
             raise InviteError("the invite is broken (unprintable characters in the name); ask for a new one")
         for address in body.bootstrap:
             check_peer_address(address)
-        return cls(body.manifest_digest, body.bootstrap, body.psk, body.name)
+        token = body.token if isinstance(body, _TokenBody) else None
+        return cls(body.manifest_digest, body.bootstrap, body.psk, body.name, token)
 
 
 def _check(frame: bytes) -> bytes:

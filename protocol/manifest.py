@@ -12,11 +12,15 @@ from typing import Annotated, Any
 
 import msgspec
 
+from protocol.identity import IdentityError, public_key_of
 from protocol.messages import MAX_MANIFEST_BYTES
 from protocol.rollout import Name, UInt63
 from protocol.text import forbidden_character
 
 MANIFEST_VERSION = 1
+COORDINATED_VERSION = 2
+"""A manifest that names coordinators; one that names none keeps version 1, and with it its bytes and its digest."""
+MAX_COORDINATORS = 8
 
 Count = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
 Share = Annotated[float, msgspec.Meta(gt=0, le=1)]
@@ -67,6 +71,18 @@ class Caps(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=T
     """How far a claimed reward may be from the local score."""
 
 
+class Coordination(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Who paces and evaluates the swarm (protocol.rounds)."""
+
+    coordinators: Annotated[
+        tuple[Annotated[str, msgspec.Meta(min_length=52, max_length=52)], ...],
+        msgspec.Meta(min_length=1, max_length=MAX_COORDINATORS),
+    ]
+    """Peer ids: the primary, then the standbys. Term t is led by number t mod len."""
+    listed_only: bool
+    """Only peers of the coordinator's member list take part."""
+
+
 class Manifest(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, dict=True):
     """Field order is the wire format. `dict=True` only so that the digest is computed once."""
 
@@ -83,10 +99,13 @@ class Manifest(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
     """Announcement topics; a producer announces on one of them."""
     environments: Annotated[tuple[EnvironmentSpec, ...], msgspec.Meta(min_length=1, max_length=256)]
     caps: Caps = Caps()
+    coordination: Coordination | None = None
+    """Since version 2; left out where it is None."""
 
     def to_bytes(self) -> bytes:
         """Canonical bytes."""
-        return _encoder.encode(self)
+        fields = msgspec.structs.astuple(self)
+        return _encoder.encode(fields if self.coordination else fields[:-1])
 
     @classmethod
     def from_bytes(cls, raw: bytes) -> "Manifest":
@@ -95,8 +114,8 @@ class Manifest(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
             raise ManifestError(f"manifest of {len(raw)} bytes, at most {MAX_MANIFEST_BYTES}")
         if len(raw) < 2 or raw[0] & 0xF0 != 0x90 or raw[1] > 0x7F:
             raise ManifestError("not a manifest: a msgpack array that begins with its version is expected")
-        if raw[1] != MANIFEST_VERSION:
-            raise ManifestError(f"manifest version {raw[1]}, this node knows {MANIFEST_VERSION}; upgrade shoal")
+        if raw[1] not in (MANIFEST_VERSION, COORDINATED_VERSION):
+            raise ManifestError(f"manifest version {raw[1]}, this node knows {COORDINATED_VERSION}; upgrade shoal")
         try:
             manifest = _decoder.decode(raw)
         except (msgspec.DecodeError, RecursionError) as error:
@@ -110,6 +129,16 @@ class Manifest(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
     def digest(self) -> bytes:
         """SHA-256 of the canonical bytes."""
         return hashlib.sha256(self.to_bytes()).digest()
+
+    @property
+    def coordinators(self) -> tuple[str, ...]:
+        """Peer ids of those who may sign rounds; empty where there is no coordinator."""
+        return self.coordination.coordinators if self.coordination else ()
+
+    @property
+    def listed_only(self) -> bool:
+        """Whether only peers of the member list take part."""
+        return self.coordination is not None and self.coordination.listed_only
 
     @cached_property
     def total_weight(self) -> int:
@@ -133,10 +162,22 @@ class Manifest(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
 
     def describe(self) -> dict[str, Any]:
         """JSON-able, for people."""
-        return {"digest": self.digest.hex(), **_named(self)}
+        named = _named(self)
+        if self.coordination is None:
+            del named["coordination"]
+        return {"digest": self.digest.hex(), **named}
 
     def _check(self) -> None:
         """What types alone do not say. Raises ManifestError."""
+        if (self.version == COORDINATED_VERSION) != (self.coordination is not None):
+            raise ManifestError(f"coordination: a manifest names coordinators from version {COORDINATED_VERSION} on")
+        for peer_id in self.coordinators:
+            try:
+                public_key_of(peer_id)
+            except IdentityError as error:
+                raise ManifestError(f"coordination.coordinators: {error}") from error
+        if len(set(self.coordinators)) < len(self.coordinators):
+            raise ManifestError("coordination.coordinators: one is named more than once; name each once")
         names = [spec.name for spec in self.environments]
         if repeated := sorted({name for name in names if names.count(name) > 1}):
             raise ManifestError(f"environments: {', '.join(repeated)} named more than once; name each once")
@@ -228,10 +269,11 @@ def make_manifest(
     shared_slots: int = 64,
     shards: int = 1,
     caps: Caps | None = None,
+    coordination: Coordination | None = None,
 ) -> Manifest:
     """A checked manifest: what `Manifest.from_bytes` on any node accepts. Raises ManifestError."""
     manifest = Manifest(
-        MANIFEST_VERSION,
+        COORDINATED_VERSION if coordination else MANIFEST_VERSION,
         name,
         int(genesis),
         epoch_seconds,
@@ -240,6 +282,7 @@ def make_manifest(
         shards,
         environments,
         caps or Caps(),
+        coordination,
     )
     try:
         return Manifest.from_bytes(manifest.to_bytes())
@@ -251,7 +294,7 @@ REASONING_GYM_VERSION = "rg0.1.25-1"
 """reasoning_gym 0.1.25, first revision of how Shoal prompts and scores it."""
 
 
-def embedded_manifest(name: str, genesis: float) -> Manifest:
+def embedded_manifest(name: str, genesis: float, coordination: Coordination | None = None) -> Manifest:
     """The default swarm: four easy reasoning_gym tasks that SmolLM2-135M gets right now and then."""
 
     def spec(environment: str, max_tokens: int, **settings: int) -> EnvironmentSpec:
@@ -268,4 +311,5 @@ def embedded_manifest(name: str, genesis: float) -> Manifest:
             spec("spell_backward", 16, min_word_len=3, max_word_len=4),
             spec("word_sorting", 24, min_words=3, max_words=3),
         ),
+        coordination=coordination,
     )

@@ -18,6 +18,8 @@ class Reason(StrEnum):
     from_future = "from_future"
     replayed = "replayed"
     equivocation = "equivocation"
+    broken_commitment = "broken_commitment"
+    broken_chain = "broken_chain"
     unassigned_task = "unassigned_task"
     unknown_environment = "unknown_environment"
     reward_mismatch = "reward_mismatch"

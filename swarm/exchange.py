@@ -16,9 +16,10 @@ import msgspec
 from protocol.envelope import Domain, digest_of, seal
 from protocol.identity import Identity
 from protocol.manifest import Manifest
-from protocol.messages import Announcement, announce_topic
+from protocol.messages import Announcement, announce_topic, rounds_topic
 from protocol.rollout import RolloutGroup
 from protocol.rules import check_group
+from swarm.access import Access
 from swarm.accounts import Accounts
 from swarm.admission import Admission, Rescore, ScoringUnavailable, UnknownEnvironment
 from swarm.experience import ExperienceStore, StoreError
@@ -29,6 +30,7 @@ from swarm.hearing import Hearing
 from swarm.pulling import Puller
 from swarm.records import ADMITTED, GroupRecord
 from swarm.reputation import Reputation
+from swarm.rounds import Following
 from swarm.serving import Serving
 from swarm.transport import Message, PeerConnected, Transport, TransportError
 
@@ -50,6 +52,7 @@ class Exchange:
 
     `rescore` regenerates a group's task in this node's scorer. `environments` are the (name, version) pairs that
     this node can score; None: all of the manifest. `on_event(kind, message)` is told what people should see.
+    `following` and `access`: of a swarm with coordinators, their log and who may take part.
     """
 
     def __init__(
@@ -67,6 +70,8 @@ class Exchange:
         seed: int = 0,
         environments: Collection[tuple[str, str]] | None = None,
         on_event: Callable[[str, str], None] = lambda kind, message: None,
+        following: Following | None = None,
+        access: Access | None = None,
     ) -> None:
         self.transport, self.store, self.manifest = transport, store, manifest
         self._identity, self._clock, self._timeout = identity, clock, request_timeout
@@ -74,10 +79,11 @@ class Exchange:
             environments = [(spec.name, spec.version) for spec in manifest.environments]
         self._environments = frozenset(environments)
         self.reputation = Reputation(store, clock)
-        banned = self.reputation.is_banned
+        self._following, self._access = following, access
+        self._rounds_topic = rounds_topic(manifest.digest)
         self._accounts = Accounts(transport, self.reputation, clock, on_event)
-        self._gate = AnnouncementGate(manifest, clock, banned=banned)
-        admission = Admission(store, manifest, rescore, clock, environments=self._environments, banned=banned)
+        self._gate = AnnouncementGate(manifest, clock, banned=self._barred)
+        admission = Admission(store, manifest, rescore, clock, environments=self._environments, banned=self._barred)
         self._puller = Puller(
             transport,
             store,
@@ -91,7 +97,14 @@ class Exchange:
             provide=self._provide,
         )
         self._hearing = Hearing(
-            identity.peer_id, store, manifest, self._accounts, self._puller.want, clock, environments=self._environments
+            identity.peer_id,
+            store,
+            manifest,
+            self._accounts,
+            self._puller.want,
+            clock,
+            environments=self._environments,
+            banned=self._barred,
         )
         self._healer = Healer(
             transport,
@@ -104,9 +117,20 @@ class Exchange:
             request_timeout=request_timeout,
             seed=seed,
         )
-        self._serving = Serving(store, manifest, self._accounts, clock)
+        self._serving = Serving(
+            store,
+            manifest,
+            self._accounts,
+            clock,
+            refused=access.refused if access else lambda peer: False,
+            banned=self._barred,
+        )
         self._outbox: asyncio.Queue[bytes] = asyncio.Queue(MAX_OUTBOX)
         self._to_provide: asyncio.Queue[bytes] = asyncio.Queue(MAX_OUTBOX)
+
+    def _barred(self, producer: str) -> bool:
+        """Whether nothing of this producer is taken: it is banned here, or the coordinator's list says so."""
+        return self.reputation.is_banned(producer) or (self._access is not None and self._access.barred(producer))
 
     # -- for the loop and the view ---------------------------------------------------------------------------
 
@@ -194,6 +218,11 @@ class Exchange:
             tasks.create_task(self._drain(), name="exchange: drain")
             tasks.create_task(self._tidy(), name="exchange: tidy")
             tasks.create_task(self._healer.meet(), name="exchange: meet")
+            if self._following is not None:
+                self._following.serve_on(self.transport)
+                tasks.create_task(self._following.run(), name="exchange: rounds")
+            if self._access is not None:
+                tasks.create_task(self._access.run(), name="exchange: access")
             for i in range(HEALERS):
                 tasks.create_task(self._healer.run(), name=f"exchange: heal {i}")
             for i in range(PULLERS):
@@ -202,7 +231,10 @@ class Exchange:
     async def _listen(self) -> None:
         async for event in self.transport.events():
             try:
-                if isinstance(event, Message):
+                if isinstance(event, Message) and event.topic == self._rounds_topic:
+                    if self._following is not None:
+                        self._following.hear(event.data, event.forwarder)
+                elif isinstance(event, Message):
                     self._hearing.hear(event.data, event.forwarder)
                 elif isinstance(event, PeerConnected):
                     self._greet(event.peer)
@@ -214,6 +246,10 @@ class Exchange:
         if self.reputation.is_banned(peer):
             self._accounts.refuse(peer)
             return
+        if self._following is not None:
+            self._following.met(peer)
+        if self._access is not None and self._access.refused(peer):
+            return  # it may be listed soon: `swarm.access` parts from it if not
         self.reputation.seen(peer)
         self._healer.met(peer)
 

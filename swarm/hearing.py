@@ -36,10 +36,11 @@ class Hearing:
         clock: Callable[[], float],
         *,
         environments: Collection[tuple[str, str]],
+        banned: Callable[[str], bool],
     ) -> None:
         self._me, self._store, self._manifest, self._accounts = me, store, manifest, accounts
         self._want, self._clock, self._environments = want, clock, environments
-        self._reputation = accounts.reputation
+        self._reputation, self._banned = accounts.reputation, banned
         self._refused: dict[bytes, None] = {}
 
     def hear(self, sealed: bytes, forwarder: str) -> bool:
@@ -48,9 +49,9 @@ class Hearing:
         if name in self._refused:
             return False
         try:
-            opened, announcement = check_announcement(sealed, self._manifest, now, banned=self._reputation.is_banned)
+            opened, announcement = check_announcement(sealed, self._manifest, now, banned=self._banned)
         except Rejected as rejected:
-            if rejected.reason is not Reason.from_future:
+            if rejected.reason not in (Reason.from_future, Reason.banned):  # both pass
                 self._refuse(name)
             self._accounts.offence(rejected, *culprits(sealed, forwarder, rejected, now))
             return False
@@ -101,9 +102,7 @@ class Hearing:
         now = self._clock()
         for sealed in reversed(self._store.announcements.live(now, MAX_WANTED)):
             try:
-                opened, announcement = check_announcement(
-                    sealed, self._manifest, now, banned=self._reputation.is_banned
-                )
+                opened, announcement = check_announcement(sealed, self._manifest, now, banned=self._banned)
                 check_installed(announcement.task, self._environments)
             except Rejected:  # it was judged when it came; banned since, or of another swarm
                 continue

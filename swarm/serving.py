@@ -43,12 +43,20 @@ Request = TypeVar("Request", GroupRequest, BatchRequest, LiveRequest)
 
 
 class Serving:
-    """The handlers of one node."""
+    """The handlers of one node. `refused` peers get nothing but the manifest; nobody is told of `banned` producers."""
 
     def __init__(
-        self, store: ExperienceStore, manifest: Manifest, accounts: Accounts, clock: Callable[[], float]
+        self,
+        store: ExperienceStore,
+        manifest: Manifest,
+        accounts: Accounts,
+        clock: Callable[[], float],
+        *,
+        refused: Callable[[str], bool],
+        banned: Callable[[str], bool],
     ) -> None:
         self._store, self._manifest, self._accounts, self._clock = store, manifest, accounts, clock
+        self._refused, self._banned = refused, banned
         self._allowance = Allowance(ANSWER_RATE, ANSWER_BURST, clock)
 
     @property
@@ -89,14 +97,16 @@ class Serving:
             MAX_LIVE,
             heard_by=now - request.settled,
             without=set(request.have),
-            banned=self._accounts.reputation.is_banned,
+            banned=self._banned,
         )
         answer = msgspec.msgpack.encode(LiveResponse(tuple(live)))
         self._allowance.spend(peer, LIVE_COST + len(answer))
         return answer
 
     def _admitted(self, peer: str, data: bytes, kind: type[Request]) -> Request:
-        """The request, if the peer may be answered now. Raises Busy, or Rejected when it does not decode."""
+        """The request, if the peer may be answered now. Raises Busy, or Rejected when it does not decode or may not."""
+        if self._refused(peer):
+            raise Rejected(Reason.banned, f"{peer} is not on the coordinator's member list")
         _charge(self._allowance, peer)
         try:
             return msgspec.msgpack.decode(data, type=kind)

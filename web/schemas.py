@@ -200,8 +200,45 @@ SCHEMAS: dict[str, Schema] = {
             "members": INTEGER,
             "invite": TEXT,
             "invite_caution": TEXT,
+            "coordinator": {"anyOf": [ref("Coordination"), {"type": "null"}]},
         },
     },
+    "Coordination": obj(
+        coordinators=array(TEXT),
+        leader=maybe(TEXT),
+        leading=FLAG,
+        listed_only=FLAG,
+        listed={**FLAG, "description": "whether this node is a member"},
+        said={**TEXT, "description": "why the coordinator does not let this node in, or empty"},
+        members=INTEGER,
+        faults=array(obj(coordinator=TEXT, reason=TEXT, detail=TEXT)),
+        round=maybe(
+            obj(
+                number=INTEGER,
+                state={**TEXT, "enum": ["waiting", "open", "closing", "evaluated"]},
+                term=INTEGER,
+                opened=maybe(NUMBER),
+                closes=maybe(NUMBER),
+                answers_by=maybe(NUMBER),
+                mix=mapping(SHARE),
+            )
+        ),
+        board=maybe(
+            obj(
+                number=INTEGER,
+                standings=array(
+                    obj(
+                        peer=TEXT,
+                        mean={**maybe(NUMBER), "description": "null: absent"},
+                        best=maybe(NUMBER),
+                        credit=NUMBER,
+                        scores=array(maybe(NUMBER)),
+                    ),
+                    maxItems=100,
+                ),
+            )
+        ),
+    ),
     "Event": obj(
         id=INTEGER, at=NUMBER, level={**TEXT, "enum": ["debug", "info", "warning", "error"]}, kind=TEXT, message=TEXT
     ),

@@ -70,7 +70,8 @@ class NodeView(Protocol):
     def swarm(self) -> Mapping[str, Json]:
         """Manifest in JSON with `digest`, `epoch` (number, ends_in), `epochs`, `words` (the manifest in sentences),
         `private`, `listed` (in the public directory), `members` (seen in the last day), `invite` of this node and
-        `invite_caution` (why others may not be able to use it, or ''); empty while none is known."""
+        `invite_caution` (why others may not be able to use it, or ''), and `coordinator` (who leads, round, board,
+        faults; None where the manifest names none); empty while none is known."""
 
     def events(self, after: int | None, limit: int) -> Sequence[Mapping[str, Json]]:
         """Events with id > `after`, or the newest `limit` for None; oldest first: `id`, `at`, `level`, `kind`,

@@ -14,6 +14,7 @@ from node.cli.checkpoint import checkpoint
 from node.cli.completion import completion
 from node.cli.config import config, show_id, show_paths
 from node.cli.control import down, health, open_page, pause, resume
+from node.cli.coordinator import coordinator
 from node.cli.doctor import doctor
 from node.cli.environments import env
 from node.cli.errors import FAILURE
@@ -61,8 +62,8 @@ def version(session: Session) -> None:
 
 for command in (
     init, up, local, status, doctor, peers, groups, steps, pause, resume, down, open_page, logs,
-    swarm, join, leave, env, checkpoint, train, report, model, backup, restore, config, show_id, show_paths,
-    health, bench, completion,
+    swarm, join, leave, coordinator, env, checkpoint, train, report, model, backup, restore, config, show_id,
+    show_paths, health, bench, completion,
 ):  # fmt: skip
     shoal.add_command(command)
 shoal.commands["version"] = shoal.commands.pop("version")  # last in the list

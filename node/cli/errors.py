@@ -17,6 +17,8 @@ EXIT_CODES = {
     "node.offline.run.BadOrder": USAGE,
     "node.manifest_file.ManifestFileError": USAGE,
     "protocol.invite.InviteError": USAGE,
+    "protocol.manifest.ManifestError": USAGE,
+    "swarm.membership.NoSuchMember": USAGE,
     "node.client.DaemonUnreachable": UNREACHABLE,
     "node.home.NotInitialised": NOT_INITIALISED,
 }

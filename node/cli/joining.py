@@ -65,7 +65,7 @@ def join(session: Session, wanted: str, via: Sequence[str]) -> None:
 @with_session
 def discover(session: Session, via: Sequence[str]) -> None:
     """List the public swarms that can be reached from here; `shoal join NAME` joins one."""
-    from node.cli.output import emit, table
+    from node.cli.output import emit, short, table
 
     found, problems = look_up(session, session.node(), via)
     now = time.time()
@@ -76,7 +76,7 @@ def discover(session: Session, via: Sequence[str]) -> None:
             "environments": [spec.name for spec in one.manifest.environments],
             "members": one.members,
             "age_days": round(max(0.0, now - one.manifest.genesis) / 86400, 2),
-            "coordinator": None,
+            "coordinator": next(iter(one.manifest.coordinators), None),
             "listed_by": one.listed_by,
         }
         for one in found
@@ -85,10 +85,17 @@ def discover(session: Session, via: Sequence[str]) -> None:
         emit({"swarms": listed, "problems": problems})
         return
     rows = [
-        (one["name"], str(one["digest"])[:12], one["members"], f"{one['age_days']:g}", one["environments"])
+        (
+            one["name"],
+            str(one["digest"])[:12],
+            one["members"],
+            f"{one['age_days']:g}",
+            short(one["coordinator"]),
+            one["environments"],
+        )
         for one in listed
     ]
-    columns = ["name", "digest", "members seen", "age in days", "environments"]
+    columns = ["name", "digest", "members seen", "age in days", "coordinator", "environments"]
     table(session, columns, rows, "Nobody lists a swarm there. Begin one: shoal swarm create NAME --public")
     for problem in problems[:5]:
         click.echo(f"shoal: {problem}", err=True)

@@ -13,6 +13,10 @@ if TYPE_CHECKING:
     from node.settings import Settings
 
 
+class InvitesElsewhere(Exception):
+    """Only the coordinator's invites let anybody into this swarm."""
+
+
 class NoAddress(Exception):
     """This node cannot say where it can be reached."""
 
@@ -97,7 +101,12 @@ def invite(session: Session) -> None:
     from protocol.invite import Invite
 
     home = session.node()
-    membership = home.swarm()
+    membership, manifest = home.swarm(), home.manifest()
+    if manifest is not None and manifest.listed_only:
+        raise InvitesElsewhere(
+            f"members of {manifest.name!r} are let in by its coordinator {manifest.coordinators[0]} ; "
+            "run `shoal coordinator invite` there"
+        )
     addresses = own_addresses(home, session)
     link = Invite(membership.manifest_digest, addresses, membership.psk, membership.name).to_uri()
     if session.as_json:

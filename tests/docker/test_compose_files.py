@@ -66,7 +66,20 @@ def test_every_service_is_confined_and_its_log_rotated(gpu: Any) -> None:
 
 def test_ports_are_for_this_machine_but_the_swarms(gpu: Any) -> None:
     published = [port for service in gpu["services"].values() for port in service.get("ports", ())]
-    assert published == ["127.0.0.1:8420:8420", "7946:7946", "127.0.0.1:3000:3000"]
+    assert published == [
+        "127.0.0.1:8420:8420", "7946:7946", "127.0.0.1:8421:8420", "7947:7947", "127.0.0.1:3000:3000",
+    ]  # fmt: skip
+
+
+def test_a_coordinator_needs_no_gpu_and_has_a_home_of_its_own(gpu: Any) -> None:
+    service = gpu["services"]["coordinator"]
+    assert service["profiles"] == ["coordinator"]
+    assert (service["build"]["target"], service["image"]) == ("cpu", "shoal:cpu")
+    assert "deploy" not in service
+    assert service["volumes"] == ["coordinator:/data"]
+    assert service["command"][:3] == ["coordinator", "up", "--begin"]
+    config = settings(service["environment"])
+    assert config.network.listen.endswith("/tcp/7947")
 
 
 @pytest.mark.docker

@@ -39,6 +39,9 @@ def told(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     node: Any = SimpleNamespace(
         history=SimpleNamespace(last_step=lambda: Everything(step=1)),
         transport=SimpleNamespace(stats=lambda: stats),
+        rounds=SimpleNamespace(
+            following=SimpleNamespace(round=SimpleNamespace(number=3), members=SimpleNamespace(members=("me",)))
+        ),
         scorer=SimpleNamespace(answers=1, failures=0, restarts=0, turned_away=0),
     )
     samples = {**DaemonView(node).metrics(), **trouble(status["groups"])}  # type: ignore[arg-type]

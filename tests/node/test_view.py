@@ -196,6 +196,7 @@ def test_the_swarm_in_words_with_its_members(tmp_path: Path, clock: Any) -> None
     manifest = embedded_manifest("first-words", clock.now - 700)
     node: Any = SimpleNamespace(
         manifest=manifest,
+        rounds=None,
         clock=clock,
         store=store,
         home=SimpleNamespace(swarm=lambda: SimpleNamespace(psk=b"k" * 32), is_listed=lambda: False),

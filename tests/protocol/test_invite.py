@@ -64,7 +64,7 @@ def test_every_truncation_and_every_changed_character_is_noticed() -> None:
         ("shoal:****", "only letters, digits"),
         ("shoal:é", "only letters, digits"),
         ("shoal:" + "A" * MAX_INVITE_CHARACTERS, "characters long, at most 4096"),
-        (link(2, ["anything"]), "version 2.*upgrade shoal"),
+        (link(3, ["anything"]), "version 3.*upgrade shoal"),
         (link(1, b"\xff\xff"), "broken"),
         (link(1, [bytes(31), [], None, ""]), "length >= 32"),
         (link(1, [bytes(32), [], bytes(31), ""]), "length >= 32"),

@@ -102,7 +102,7 @@ def test_description_is_json() -> None:
     [
         (b"", "not a manifest"),
         (b"\xff\xff", "not a manifest"),
-        (b"\x99\x02", "version 2.*upgrade shoal"),
+        (b"\x99\x03", "version 3.*upgrade shoal"),
         (b"\x99\x01", "manifest: "),
         (b"\x99\x01" + bytes(70_000), "at most 65536"),
         (changed(name=""), "length >= 1"),

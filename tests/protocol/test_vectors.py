@@ -16,7 +16,8 @@ import nacl.signing
 import pytest
 import umsgpack
 
-from protocol.assignment import held_out_task, is_assigned, own_task, shared_task
+from protocol.assignment import held_out_task, is_assigned, own_task, round_task, shared_task
+from protocol.board import Board, MemberList, list_bytes, read_list
 from protocol.envelope import Domain, digest_of, seal, unseal
 from protocol.identity import Identity, public_key_of, verify
 from protocol.invite import Invite
@@ -25,13 +26,23 @@ from protocol.manifest import Manifest
 from protocol.messages import (
     Announcement,
     BatchRequest,
+    EnterRequest,
+    EnterResponse,
     GroupRequest,
+    ListRequest,
     LiveRequest,
     LiveResponse,
     ManifestRequest,
+    ReportRequest,
+    ReportResponse,
+    RoundsRequest,
+    RoundsResponse,
+    Trained,
     announce_topic,
+    rounds_topic,
 )
-from protocol.rollout import RolloutGroup
+from protocol.rollout import RolloutGroup, TaskRef
+from protocol.rounds import Round, commitment_of, open_round, seed_for
 
 VECTORS: dict[str, Any] = json.loads((Path(__file__).parent / "vectors.json").read_text(encoding="utf-8"))
 WHO = VECTORS["identity"]
@@ -127,7 +138,7 @@ def test_envelopes(vector: dict[str, Any]) -> None:
     assert (opened.producer, opened.payload) == (ME.peer_id, payload)
     assert (opened.issued, opened.expires) == (now, expires)
     assert digest_of(raw).hex() == vector["digest_hex"]
-    type_ = RolloutGroup if vector["domain"] == "group" else Announcement
+    type_ = {"group": RolloutGroup, "announcement": Announcement, "round": Round}[vector["domain"]]
     assert msgspec.msgpack.encode(msgspec.msgpack.decode(payload, type=type_)) == payload
     # zlib libraries may compress differently; what they compress to is signed, whatever it is
     deflater = zlib.compressobj(6, wbits=-15)
@@ -139,7 +150,7 @@ def test_envelopes(vector: dict[str, Any]) -> None:
 def test_envelopes_by_the_document(vector: dict[str, Any]) -> None:
     raw = bytes.fromhex(vector["sealed_hex"])
     version, domain, producer, issued, lifetime, packed, signature = umsgpack.unpackb(raw)
-    assert (version, {1: "group", 2: "announcement"}[domain]) == (2, vector["domain"])
+    assert (version, {1: "group", 2: "announcement", 3: "round"}[domain]) == (2, vector["domain"])
     assert producer.hex() == WHO["public_key_hex"]
     assert (issued, lifetime) == (vector["issued"], vector["lifetime"])
     assert zlib.decompress(packed, wbits=-15).hex() == vector["payload_hex"]
@@ -150,7 +161,7 @@ def test_envelopes_by_the_document(vector: dict[str, Any]) -> None:
 
 
 def test_the_announcement_names_the_group() -> None:
-    group, announcement = VECTORS["envelopes"]
+    group, announcement, _ = VECTORS["envelopes"]
     fields = umsgpack.unpackb(bytes.fromhex(announcement["payload_hex"]))
     assert fields[0].hex() == VECTORS["manifests"][0]["digest_hex"]
     assert fields[1].hex() == group["digest_hex"]
@@ -166,6 +177,16 @@ def test_requests() -> None:
         "live": ([swarm, [digest], 5], LiveRequest(swarm, (digest,), 5)),
         "live_answer": ([[b"sealed"]], LiveResponse((b"sealed",))),
         "manifest": ([swarm], ManifestRequest(swarm)),
+        "rounds": ([swarm, digest], RoundsRequest(swarm, digest)),
+        "rounds_answer": ([[b"sealed"], [b"one", b"two"]], RoundsResponse((b"sealed",), (b"one", b"two"))),
+        "list": ([digest], ListRequest(digest)),
+        "enter": ([swarm, bytes(range(16))], EnterRequest(swarm, bytes(range(16)))),
+        "enter_answer": (["member", ""], EnterResponse("member", "")),
+        "report": (
+            [swarm, 7, ["4", None], [[ME.peer_id, 3]]],
+            ReportRequest(swarm, 7, ("4", None), (Trained(ME.peer_id, 3),)),
+        ),
+        "report_answer": ([False, "late"], ReportResponse(False, "late")),
     }
     for name, (fields, message) in expected.items():
         assert umsgpack.packb(fields).hex() == msgspec.msgpack.encode(message).hex() == VECTORS["requests"][name]
@@ -174,11 +195,13 @@ def test_requests() -> None:
 @pytest.mark.parametrize("vector", VECTORS["invites"], ids=lambda vector: vector["name"])
 def test_invites(vector: dict[str, Any]) -> None:
     psk = bytes.fromhex(vector["psk_hex"]) if vector["psk_hex"] else None
+    token = bytes.fromhex(vector["token_hex"]) if "token_hex" in vector else None
     digest = bytes.fromhex(vector["manifest_digest_hex"])
-    invite = Invite(digest, tuple(vector["bootstrap"]), psk, vector["name"])
+    invite = Invite(digest, tuple(vector["bootstrap"]), psk, vector["name"], token)
     assert Invite.parse(vector["uri"]) == invite
     assert invite.to_uri() == vector["uri"]
-    frame = b"\x01" + umsgpack.packb([digest, vector["bootstrap"], psk, vector["name"]])
+    fields = [digest, vector["bootstrap"], psk, vector["name"]]
+    frame = b"\x02" + umsgpack.packb([*fields, token]) if token else b"\x01" + umsgpack.packb(fields)
     text = base64.urlsafe_b64encode(frame + hashlib.sha256(frame).digest()[:4]).decode()
     assert vector["uri"] == "shoal:" + text.rstrip("=")
 
@@ -200,3 +223,41 @@ def test_listing() -> None:
     assert zlib.decompress(packed, wbits=-15) == umsgpack.packb(fields)
     shard = manifest.digest[0] % 8
     assert hashlib.sha256(b"shoal/1/directory\n" + bytes([shard])).hexdigest() == vector["key_hex"]
+
+
+def test_rounds() -> None:
+    vector, manifest = VECTORS["rounds"], MANIFESTS[VECTORS["rounds"]["manifest"]]
+    seed = bytes.fromhex(vector["seed_hex"])
+    assert seed_for(ME, manifest.digest, vector["number"], vector["term"]) == seed
+    assert commitment_of(seed).hex() == vector["commitment_hex"]
+    assert rounds_topic(manifest.digest) == vector["topic"]
+    for task in vector["tasks"]:
+        assert round_task(manifest, seed, task["environment"], task["index"]) == TaskRef(
+            task["environment"], task["version"], task["seed"], task["index"]
+        )
+    for name, kind in (("members", MemberList), ("board", Board)):
+        raw = bytes.fromhex(vector[f"{name}_hex"])
+        assert list_bytes(read_list(raw, kind, manifest.digest)) == (bytes.fromhex(vector[f"{name}_digest_hex"]), raw)
+    sealed = VECTORS["envelopes"][2]
+    opened, record = open_round(bytes.fromhex(sealed["sealed_hex"]), manifest, sealed["issued"])
+    assert (opened.producer, record.seed, record.board.hex()) == (ME.peer_id, seed, vector["board_digest_hex"])
+
+
+def test_rounds_by_the_document() -> None:
+    vector = VECTORS["rounds"]
+    digest = bytes.fromhex(VECTORS["manifests"][vector["manifest"]]["digest_hex"])
+    key = nacl.signing.SigningKey(bytes.fromhex(WHO["seed_hex"]))
+    place = vector["number"].to_bytes(8, "big") + vector["term"].to_bytes(4, "big")
+    seed = hashlib.sha256(key.sign(b"shoal/1/round-seed\n" + digest + place).signature).digest()
+    assert (seed.hex(), hashlib.sha256(seed).hexdigest()) == (vector["seed_hex"], vector["commitment_hex"])
+    for task in vector["tasks"]:
+        assert task["seed"] == hash64(b"shoal/1/round\n", digest, seed, task["environment"].encode()) >> 1
+    assert vector["topic"] == f"/shoal/{digest.hex()[:32]}/rounds"
+    record = umsgpack.unpackb(bytes.fromhex(VECTORS["envelopes"][2]["payload_hex"]))
+    assert record[:3] == [digest, vector["number"], 3]
+    lists = [vector[f"{name}_digest_hex"] for name in ("members", "board")]
+    assert [field.hex() for field in record[12:16]] == [vector["commitment_hex"], vector["seed_hex"], *lists]
+    for name, found in zip(("members", "board"), lists, strict=True):
+        raw = bytes.fromhex(vector[f"{name}_hex"])
+        assert hashlib.sha256(raw).hexdigest() == found
+        assert umsgpack.packb(umsgpack.unpackb(raw)) == raw

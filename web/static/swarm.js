@@ -1,6 +1,7 @@
 // The swarm this node is in: what was agreed on, where it stands, and how others come in.
 
 import { ask } from "./api.js";
+import { coordinatorPanel } from "./coordinator.js";
 import { button, element, facts, icon, panel } from "./draw.js";
 import { Refresh } from "./refresh.js";
 import { duration, line, number, plural } from "./text.js";
@@ -22,6 +23,7 @@ async function copy(text, field, told) {
 }
 
 function invitation(found) {
+  if (found.coordinator?.listed_only) return panel("Invite others", null, element("p", { class: "quiet" }, "Members are let in by the coordinator: ", element("code", {}, "shoal coordinator invite"), ", on its machine."));
   if (!found.invite) return panel("Invite others", null, element("p", { class: "empty" }, "No invite yet: the node has no address that others could reach. ", element("code", {}, "shoal doctor"), " says why."));
   const field = element("input", { class: "mono", readonly: "", "aria-label": "Invite" });
   field.value = line(found.invite, 4000);
@@ -87,9 +89,8 @@ export const swarm = {
         ),
         invitation(found),
         environments(found),
-        element("div", { class: "two" },
-        panel("Coordinator", null, element("p", { class: found.coordinator ? "" : "quiet" }, found.coordinator ? line(found.coordinator.name ?? found.coordinator, 120) : "There is none, and none is needed: members agree on the manifest above, choose tasks from it and the time, and check what they get themselves.")),
-        panel("Caps", null, element("p", { class: "quiet" }, "What every member holds others' groups to."), facts("facts", caps))),
+        coordinatorPanel(found.coordinator, found.environments ?? []),
+        panel("Caps", null, element("p", { class: "quiet" }, "What every member holds others' groups to."), facts("facts", caps)),
       );
       tick();
     }

@@ -1,0 +1,249 @@
+"""Wires a coordinator: transport, discovery, scorer, log, members, web page. Like node/daemon.py, without a model.
+
+Everything that it signs or is handed in is on disk before anybody hears of it (swarm.coordinator), so it may be killed
+at any instant and goes on where it was.
+"""
+
+import asyncio
+import json
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import NoReturn
+
+from node.addresses import caution, reachable
+from node.coordinator.view import CoordinatorView
+from node.history import History
+from node.home import DaemonInfo, Home
+from node.joining import keep_port, know_manifest, listen_address
+from node.progress import Progress
+from node.scorer import Scorer, ScorerError, make_scorer
+from node.settings import Settings
+from protocol.invite import Invite
+from protocol.manifest import Manifest, check_local_limits
+from protocol.rollout import TaskRef
+from protocol.rounds import Pace
+from swarm.coordinator import Coordinator
+from swarm.directory import list_in_directory
+from swarm.evaluation import ScoringUnavailable
+from swarm.libp2p_transport import Libp2pTransport
+from swarm.membership import Membership
+from swarm.peers import Discovery
+from swarm.reports import Reports
+from swarm.round_log import RoundLog
+from swarm.rounds import Following
+from swarm.serving import serve_manifest
+from swarm.throttle import Throttle
+from web.server import WebServer
+
+log = logging.getLogger(__name__)
+
+STOP_SECONDS = 4.0
+SAY_SECONDS = 1.0
+
+
+class NoCoordinator(Exception):
+    """The swarm of this home names other coordinators, or none."""
+
+
+def run(home: Home, settings: Settings, *, as_json: bool = False) -> NoReturn:
+    """Coordinate until stopped; ends the process. The caller holds the home's lock."""
+    process = CoordinatorProcess(home, settings, clock=time.time)
+    code = asyncio.run(process.main())
+    if as_json:
+        print(json.dumps({"state": process.progress.state, "reason": process.progress.reason}), flush=True)  # noqa: T201
+    home.remove_daemon()
+    home.clear_holder()
+    logging.shutdown()
+    sys.stdout.flush()
+    os._exit(code)
+
+
+class CoordinatorProcess:
+    """One coordinator's life in one process."""
+
+    def __init__(self, home: Home, settings: Settings, *, clock: Callable[[], float]) -> None:
+        self.home, self.settings, self.config, self.clock = home, settings, settings.config, clock
+        self.identity = home.identity()
+        self.started_at = clock()
+        self.progress = Progress(clock, self.config.limits.stage_seconds, since=clock())
+        self.history = History(home.database, clock)
+        self.stopped = asyncio.Event()
+        self.manifest: Manifest | None = None
+        self.scorer: Scorer | None = None
+        self.coordinator: Coordinator | None = None
+        swarm, network = home.swarm(), self.config.network
+        throttle = Throttle()
+        throttle.limit(self.config.limits.upload_kbps, self.config.limits.download_kbps)
+        self.transport = Libp2pTransport(
+            self.identity,
+            [listen_address(home, network)],
+            announce=network.announce,
+            psk=swarm.psk,
+            throttle=throttle,
+        )
+        self.discovery = Discovery(
+            self.transport,
+            (*swarm.bootstrap, *network.bootstrap),
+            swarm.manifest_digest,
+            clock=clock,
+        )
+
+    async def main(self) -> int:
+        """Run everything; 0 after a stop, 1 after a failure that is written to the log and the history."""
+        loop = asyncio.get_running_loop()
+        for signum in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(signum, self.stopped.set)
+        services, stop = asyncio.create_task(self._services()), asyncio.create_task(self.stopped.wait())
+        await asyncio.wait({services, stop}, return_when=asyncio.FIRST_COMPLETED)
+        code = 0
+        if services.done():
+            error = services.exception()
+            while isinstance(error, BaseExceptionGroup):
+                error = error.exceptions[0]
+            self.progress.say("FAILED", f"{type(error).__name__}: {error}", "read the log: shoal logs")
+            log.error("the coordinator failed", exc_info=error)
+            self.history.event("error", "failed", self.progress.reason)
+            code = 1
+        else:
+            self.progress.say("STOPPING", "a stop was asked for")
+        services.cancel()
+        stop.cancel()
+        await asyncio.wait({services}, timeout=STOP_SECONDS)
+        self.history.event("info", "stop", "the coordinator stopped; its log goes on from here at the next start")
+        self.history.close()
+        return code
+
+    async def _services(self) -> None:
+        web = WebServer(
+            CoordinatorView(self),
+            host=self.config.web.host,
+            port=self.config.web.port,
+            token=self.home.token(),
+            allowed_hosts=self.config.web.allowed_hosts,
+            clock=self.clock,
+        )
+        await self.transport.start()
+        try:
+            await web.start()
+            self.home.write_daemon(DaemonInfo(os.getpid(), web.url, self.started_at, self.transport.addresses()))
+            keep_port(self.home, self.config.network, self.transport)
+            log.info("the dashboard is at %s ; sign in with: %s", web.url, self.home.command("open"))
+            log.info("coordinator %s listens at %s", self.identity.peer_id, ", ".join(self.transport.addresses()))
+            async with asyncio.TaskGroup() as services:
+                services.create_task(self._watch_transport(), name="transport")
+                services.create_task(self.discovery.run(), name="discovery")
+                services.create_task(self._coordinate(), name="coordinator")
+        finally:
+            await web.stop()
+            if self.scorer is not None:
+                await self.scorer.close()
+            await self.transport.stop()
+
+    async def _watch_transport(self) -> None:
+        raise await self.transport.failed()
+
+    async def _coordinate(self) -> None:
+        manifest = await know_manifest(self.home, self.transport, self.progress, self.config.network.request_timeout)
+        if self.identity.peer_id not in manifest.coordinators:
+            named = ", ".join(manifest.coordinators) or "none"
+            raise NoCoordinator(
+                f"swarm {manifest.name!r} has other coordinators ({named}) than this home's {self.identity.peer_id} ; "
+                "make a swarm with `shoal coordinator init`, or run `shoal up` to take part"
+            )
+        check_local_limits(manifest, self.clock(), max_group_mb=self.config.limits.group_mb)
+        self.manifest = manifest
+        serve_manifest(self.transport, manifest, self.clock)
+        self.progress.say("STARTING", "starting the scorer")
+        self.scorer = make_scorer(manifest.environments, self.config.limits)
+        await self.scorer.start()
+        self.coordinator = self._make(manifest)
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self.coordinator.run(), name="rounds")
+            tasks.create_task(self._say(self.coordinator), name="state")
+            if self.home.is_listed():
+                tasks.create_task(self._list(self.coordinator, manifest), name="directory")
+
+    async def _list(self, coordinator: Coordinator, manifest: Manifest) -> None:
+        """Tell the public directory of this swarm."""
+        await list_in_directory(
+            self.transport,
+            self.identity,
+            manifest,
+            clock=self.clock,
+            addresses=lambda: reachable(self.transport.addresses()),
+            members=lambda: len(coordinator.membership.members()),
+        )
+
+    def _make(self, manifest: Manifest) -> Coordinator:
+        config, database = self.config.coordinator, self.home.database
+        following = Following(
+            self.transport,
+            RoundLog(database, durable=True),
+            manifest,
+            self.clock,
+            request_timeout=self.config.network.request_timeout,
+            # a standby asks the leader this often whether it is there
+            sync_seconds=min(10.0, config.patience / 3),
+            on_event=self._tell,
+        )
+        pace = Pace(
+            round_seconds=config.round_seconds,
+            answer_seconds=config.answer_seconds,
+            least_members=config.least_members,
+            quorum=config.quorum,
+            groups=config.groups,
+            tasks=config.tasks,
+            samples=config.samples,
+        )
+        return Coordinator(
+            self.transport,
+            self.identity,
+            manifest,
+            following,
+            Membership(database, manifest.digest, self.clock, listed_only=manifest.listed_only),
+            Reports(database),
+            self._score,
+            self.clock,
+            pace,
+            patience=config.patience,
+            measured=config.mix == "measured",
+            on_event=self._tell,
+        )
+
+    def _tell(self, kind: str, message: str) -> None:
+        self.history.event("error" if kind == "coordinator_fault" else "info", kind, message)
+
+    async def _score(self, items: Sequence[tuple[TaskRef, str]]) -> Sequence[float]:
+        """Rewards, from this process's own scorer: answers of others wait for nobody's own here."""
+        assert self.scorer is not None
+        try:
+            return [score.reward for score in await self.scorer.score(items, foreign=True)]
+        except ScorerError as error:
+            raise ScoringUnavailable(str(error)) from error
+
+    async def _say(self, coordinator: Coordinator) -> None:
+        """Keep the state in words."""
+        while True:
+            record, leader = coordinator.following.round, coordinator.following.leader
+            present = len(coordinator.present())
+            if self.identity.peer_id in coordinator.following.faults:
+                self.progress.say("WAITING", "members do not follow this coordinator any more: it signed two versions")
+            elif not coordinator.leading:
+                self.progress.say("IDLE", f"stands by for {leader}")
+            elif record is None:
+                self.progress.say("IDLE", "about to begin the first round")
+            else:
+                self.progress.say("IDLE", f"round {record.number} is {record.state.name}, {present} members present")
+            await asyncio.sleep(SAY_SECONDS)
+
+    def invite_uri(self) -> str:
+        """A link without a token: it lets nobody new into a listed swarm (`shoal coordinator invite` does)."""
+        swarm = self.home.swarm()
+        return Invite(swarm.manifest_digest, reachable(self.transport.addresses()), swarm.psk, swarm.name).to_uri()
+
+    def invite_caution(self) -> str:
+        return caution(reachable(self.transport.addresses()), self.config.network.announce)

@@ -1,0 +1,144 @@
+"""The coordinator as the web layer sees it: the questions of `web.view.NodeView` that make sense without a model."""
+
+import os
+import resource
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import psutil
+
+from node.settings import public_values
+from node.view_coordinator import coordination
+from node.view_swarm import swarm_facts
+from web.view import NotFound, SettingRefused
+
+if TYPE_CHECKING:
+    from node.coordinator.process import CoordinatorProcess
+
+Json = Any
+
+
+class CoordinatorView:
+    """Implements `web.view.NodeView`."""
+
+    def __init__(self, process: "CoordinatorProcess") -> None:
+        self.node = process
+        self._process = psutil.Process(os.getpid())
+
+    def status(self) -> Mapping[str, Json]:
+        from importlib.metadata import version
+
+        node, now = self.node, self.node.clock()
+        state, reason, following = node.progress.told()
+        none = dict.fromkeys(
+            ("reward", "reward_start", "held_out", "held_out_start", "held_out_best", "held_out_steps", "stage_count",
+             "last_step_age", "held_by", "resumes_at")
+        )  # fmt: skip
+        return {
+            **none,
+            "state": state,
+            "reason": reason,
+            "next": following,
+            "step": 0,
+            "tokens_per_second": 0.0,
+            "own_groups": 0,
+            "foreign_groups": 0,
+            "peers": len(node.transport.peers()),
+            "peer_id": node.identity.peer_id,
+            "name": node.config.node.name or node.identity.peer_id[-8:],
+            "swarm": node.manifest.name if node.manifest else "",
+            "stage": "coordinate",
+            "stage_seconds": now - node.started_at,
+            "stages": {},
+            "step_deadline": node.config.limits.stage_seconds,
+            "rss_mb": self._process.memory_info().rss / 2**20,
+            "peak_rss_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10,
+            "memory": {},
+            "uptime": now - node.started_at,
+            "version": version("shoal"),
+            "model": "none: it coordinates",
+            "engine": "",
+            "trained_today_seconds": 0.0,
+            "groups": {"trained_foreign": 0},
+        }
+
+    def steps(self, after: int, limit: int) -> Sequence[Mapping[str, Json]]:
+        return []
+
+    def evaluations(self, after: int, limit: int) -> Sequence[Mapping[str, Json]]:
+        return []
+
+    def series(self, points: int, first: int | None, last: int | None) -> Mapping[str, Json]:
+        return self.node.history.series(points, first, last)
+
+    def groups(self, before: int | None, limit: int, where: Mapping[str, str]) -> Sequence[Mapping[str, Json]]:
+        return []
+
+    async def group(self, group_id: str) -> Mapping[str, Json]:
+        raise NotFound("a coordinator keeps no groups")
+
+    def peers(self, offset: int, limit: int, *, sort: str, descending: bool, search: str) -> Mapping[str, Json]:
+        connected = sorted(self.node.transport.peers(), reverse=sort == "peer_id" and descending)
+        found = [peer for peer in connected if search in peer]
+        page: list[Json] = [
+            {
+                "peer_id": peer, "connected": True, "direction": None, "latency_ms": None, "model": "",
+                "reputation": 0.0, "banned": False, "published": 0, "admitted": 0, "rejected": {}, "trained": 0,
+                "last_seen": self.node.clock(),
+            }
+            for peer in found[offset : offset + limit]
+        ]  # fmt: skip
+        return {"total": len(found), "connected": len(connected), "peers": page}
+
+    def peer_graph(self) -> Mapping[str, Json]:
+        return {"nodes": [{"peer_id": self.node.identity.peer_id, "self": True}], "edges": []}
+
+    def swarm(self) -> Mapping[str, Json]:
+        node, lead = self.node, self.node.coordinator
+        if node.manifest is None:
+            return {}
+        return swarm_facts(
+            node.home,
+            node.manifest,
+            node.clock(),
+            members=len(lead.membership.members()) if lead else 0,
+            invite=node.invite_uri(),
+            invite_caution=node.invite_caution(),
+            coordinator=coordination(lead.following, leading=lead.leading) if lead else None,
+        )
+
+    def events(self, after: int | None, limit: int) -> Sequence[Mapping[str, Json]]:
+        return self.node.history.events(after, limit)
+
+    def event_range(self) -> tuple[int, int]:
+        return self.node.history.event_range()
+
+    def config(self) -> Mapping[str, Json]:
+        return public_values(self.node.settings, self.node.config)
+
+    def change(self, values: Mapping[str, Json]) -> Mapping[str, Json]:
+        raise SettingRefused("a coordinator takes settings up at its next start ; stop it, then shoal config set")
+
+    def metrics(self) -> Mapping[str, float]:
+        status, stats, lead = self.status(), self.node.transport.stats(), self.node.coordinator
+        samples = {
+            "shoal_up": float(status["state"] != "FAILED"),
+            "shoal_peers": status["peers"],
+            "shoal_resident_bytes": status["rss_mb"] * 2**20,
+            "shoal_uptime_seconds": status["uptime"],
+            "shoal_network_bytes_in_total": stats.bytes_in,
+            "shoal_network_bytes_out_total": stats.bytes_out,
+        }
+        if lead is not None:
+            samples["shoal_round"] = lead.following.round.number if lead.following.round else 0
+            samples["shoal_members"] = len(lead.membership.members())
+        return {name: float(value) for name, value in samples.items()}
+
+    def pause(self, reason: str) -> None:
+        """Nothing trains here."""
+
+    def resume(self) -> None:
+        """Nothing is held here."""
+
+    def stop(self) -> None:
+        self.node.stopped.set()

@@ -1,0 +1,170 @@
+"""A node in a swarm with coordinators: follows their rounds, practises their mix, answers their held-out tasks.
+
+A round steers which of its assigned slots a node takes; what is admitted goes by the clock's epochs as ever. With no
+coordinator to follow, the mix is the manifest's and nothing is answered.
+"""
+
+import asyncio
+import hashlib
+import logging
+import struct
+from collections import Counter
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from node.config import Config
+from node.rollouts import sample, sampling_seed
+from node.scorer import ScorerError
+from protocol.assignment import round_task
+from protocol.manifest import Manifest
+from protocol.messages import MAX_TRAINED, ReportRequest, Trained
+from protocol.rollout import TaskRef
+from protocol.rounds import Round, State
+from swarm.access import Access
+from swarm.entering import Entering, send_report
+from swarm.round_log import RoundLog
+from swarm.rounds import Following
+from swarm.transport import Transport, TransportError
+
+if TYPE_CHECKING:
+    from node.history import History
+    from node.home import Home
+    from node.loop import Parts
+
+log = logging.getLogger(__name__)
+
+SEND_SECONDS = 3.0
+"""Between two tries to hand in answers."""
+LEAST_SECONDS = 2.0
+"""With less time left, answers are not begun."""
+
+
+class Rounds:
+    """Made once the manifest is known; `run` is a service, `answer` is for the loop between two steps."""
+
+    def __init__(
+        self,
+        manifest: Manifest,
+        transport: Transport,
+        log: RoundLog,
+        token: bytes | None,
+        clock: Callable[[], float],
+        *,
+        request_timeout: float,
+        seed: int,
+        on_event: Callable[[str, str], None],
+    ) -> None:
+        self.manifest, self._transport, self._clock = manifest, transport, clock
+        self._timeout, self._on_event = request_timeout, on_event
+        self.following = Following(
+            transport, log, manifest, clock, request_timeout=request_timeout, seed=seed, on_event=on_event
+        )
+        self.access = Access(transport, manifest, clock, on_event=on_event)
+        self.following.on_members = self.access.take
+        if self.following.members is not None:
+            self.access.take(self.following.members)
+        self.entering = Entering(transport, self.following, token, request_timeout=request_timeout, on_event=on_event)
+        self.trained: Counter[str] = Counter()
+        """Foreign groups trained on since the last report, by producer."""
+        self._report: ReportRequest | None = None
+        self._seed = b""
+        """Of the tasks that the report answers."""
+        self._told: tuple[int, str] | None = None
+        """Round and coordinator that the last report went to."""
+
+    # -- what to practise ------------------------------------------------------------------------------------
+
+    def takes(self, ref: TaskRef) -> bool:
+        """Whether a task is one that the round's mix asks this node to practise; the same answer every time.
+
+        The mix is of environments; tasks come by the manifest's weights, so each is taken with the chance that makes
+        one of the other. The environment that the mix favours most is always taken.
+        """
+        record = self.following.round
+        if record is None:
+            return True
+        specs = self.manifest.environments
+        ratios = {spec.name: weight / spec.weight for spec, weight in zip(specs, record.mix, strict=True)}
+        drawn = hashlib.sha256(b"shoal/mix\n" + struct.pack(">QQ", ref.seed, ref.index)).digest()
+        return int.from_bytes(drawn[:8], "big") / 2**64 < ratios.get(ref.environment, 0.0) / max(ratios.values())
+
+    # -- held-out answers ------------------------------------------------------------------------------------
+
+    async def answer(self, parts: "Parts") -> None:
+        """Sample a closing round's held-out tasks with the present policy, once a round. Never waits for the network:
+        `run` hands them in. Failing costs the answers, not the node."""
+        record = self.following.round
+        if record is None or record.state is not State.closing or not self._is_wanted(record):
+            return
+        refs = [
+            round_task(self.manifest, record.seed, spec.name, index)
+            for spec in self.manifest.environments
+            for index in range(record.tasks)
+        ]
+        seeds = [sampling_seed(parts.config.node.seed, "round", ref.environment, ref.seed, ref.index) for ref in refs]
+        async with parts.progress.during("evaluate"):
+            try:
+                rollouts = await sample(
+                    parts.engine, parts.bundle, parts.scorer, parts.config, refs, seeds, record.samples
+                )
+            except ScorerError as error:
+                self._on_event("round", f"round {record.number} is not answered: {error}")
+                rollouts = []
+        counts, self.trained = self.trained, Counter()
+        self._seed = record.seed
+        self._report = ReportRequest(
+            self.manifest.digest,
+            record.number,
+            tuple(text for rollout in rollouts for text in rollout.texts),
+            tuple(Trained(peer, groups) for peer, groups in counts.most_common(MAX_TRAINED)),
+        )
+
+    def _is_wanted(self, record: Round) -> bool:
+        """Whether there is time for this node's answers, and they were not made yet."""
+        return self.entering.listed and self._seed != record.seed and self._clock() < record.answers_by - LEAST_SECONDS
+
+    async def run(self) -> None:
+        """Enter the swarm, and hand answers in, again to whoever takes a round over."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self.entering.run(), name="rounds: enter")
+            tasks.create_task(self._send(), name="rounds: report")
+
+    async def _send(self) -> None:
+        while True:
+            await asyncio.sleep(SEND_SECONDS)
+            report, record, leader = self._report, self.following.round, self.following.leader
+            if report is None or record is None or leader is None or not report.answers:
+                continue
+            if record.state is not State.closing or record.seed != self._seed or self._told == (record.number, leader):
+                continue
+            try:
+                answer = await send_report(self._transport, leader, report, self._timeout)
+            except TransportError as error:
+                log.info("answers of round %d not handed in yet: %s", record.number, error)
+                continue
+            self._told = record.number, leader
+            said = "were taken" if answer.taken else f"were not taken: {answer.detail}"
+            self._on_event("round", f"answers to round {record.number} {said}")
+
+
+def make_rounds(
+    manifest: Manifest,
+    home: "Home",
+    transport: Transport,
+    clock: Callable[[], float],
+    history: "History",
+    config: Config,
+) -> Rounds | None:
+    """The rounds of this swarm; None where its manifest names no coordinator."""
+    if not manifest.coordinators:
+        return None
+    return Rounds(
+        manifest,
+        transport,
+        RoundLog(home.database),
+        home.swarm().token,
+        clock,
+        request_timeout=config.network.request_timeout,
+        seed=config.node.seed,
+        on_event=lambda kind, message: history.event("error" if kind == "coordinator_fault" else "info", kind, message),
+    )

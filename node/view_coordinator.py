@@ -1,0 +1,48 @@
+"""The coordinator's part of the Swarm page, the same for members and for coordinators."""
+
+from typing import Any
+
+from protocol.rounds import State
+from swarm.rounds import Following
+
+MAX_STANDINGS = 100
+
+
+def coordination(following: Following, *, leading: bool = False, said: str = "", listed: bool = True) -> dict[str, Any]:
+    """JSON values. `said`: what the coordinator answered when it did not let this node in."""
+    record, board, manifest = following.round, following.board, following.manifest
+    members = following.members.members if following.members else ()
+    return {
+        "coordinators": list(manifest.coordinators),
+        "leader": following.leader,
+        "leading": leading,
+        "listed_only": manifest.listed_only,
+        "listed": listed,
+        "said": said,
+        "members": len(members),
+        "faults": [
+            {"coordinator": fault.coordinator, "reason": fault.reason, "detail": fault.detail}
+            for fault in following.faults.values()
+        ],
+        "round": record
+        and {
+            "number": record.number,
+            "state": record.state.name,
+            "term": record.term,
+            "opened": record.opened or None,
+            "closes": record.closes if record.state is State.open else None,
+            "answers_by": record.answers_by if record.state is State.closing else None,
+            "mix": {
+                spec.name: weight / sum(record.mix)
+                for spec, weight in zip(manifest.environments, record.mix, strict=True)
+            },
+        },
+        "board": board
+        and {
+            "number": board.number,
+            "standings": [
+                {"peer": one.peer, "mean": one.mean, "best": one.best, "credit": one.credit, "scores": list(one.scores)}
+                for one in board.standings[:MAX_STANDINGS]
+            ],
+        },
+    }

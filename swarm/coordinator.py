@@ -1,0 +1,340 @@
+"""Signs rounds: the leader of a swarm's coordinators, and the standby that follows its log and takes over.
+
+It paces and evaluates. It has no model, decides nothing about admission, and believes no member about itself: it counts
+the groups that it hears announced, scores held-out answers itself, and lets nobody in without an invite of its own
+where the swarm is listed. What it signed and was handed in is on disk first, so a kill at any instant loses none of it.
+"""
+
+import asyncio
+import math
+from collections import Counter
+from collections.abc import Callable
+from typing import TypeVar
+
+import msgspec
+
+from protocol.board import MAX_MEMBERS, MemberList, list_bytes, pass_rates
+from protocol.identity import Identity
+from protocol.manifest import Manifest
+from protocol.messages import (
+    ENTER_PROTOCOL,
+    MAX_REPORT_BYTES,
+    REPORT_PROTOCOL,
+    EnterRequest,
+    EnterResponse,
+    ReportRequest,
+    ReportResponse,
+    announce_topic,
+    rounds_topic,
+)
+from protocol.rejection import Reason, Rejected
+from protocol.rounds import (
+    Facts,
+    Pace,
+    Round,
+    State,
+    advance,
+    first,
+    measured_mix,
+    next_term,
+    scaled,
+    seal_round,
+    seed_for,
+    take_over,
+)
+from protocol.rules import check_announcement
+from swarm.access import Access
+from swarm.allowance import Allowance
+from swarm.database import StoreError
+from swarm.evaluation import LATE_SECONDS, Evaluation, Score, ScoringUnavailable
+from swarm.gate import AnnouncementGate
+from swarm.membership import Membership, NotAdmitted
+from swarm.reports import Reports
+from swarm.rounds import Following, leads
+from swarm.transport import Busy, Message, PeerConnected, Transport
+
+TICK_SECONDS = 0.5
+PRESENT_SECONDS = 150.0
+"""A member that was not heard of for so long is not present. Each asks for the log every 30 s (swarm.rounds)."""
+SETTLE_SECONDS = 5.0
+"""After a start: whoever took over meanwhile is heard of before anything is signed."""
+MAX_SHARDS = 64
+ASK_RATE, ASK_BURST = 0.5, 8.0
+"""Requests to enter, or reports, a second from one peer, and at once."""
+REVISE_SECONDS = 5.0
+"""Between two member lists, but for a kick: each is pulled by every member."""
+MAX_COUNTED = 1 << 18
+"""Groups counted in one round."""
+
+_Request = TypeVar("_Request", EnterRequest, ReportRequest)
+
+
+class Coordinator:
+    """`run` until cancelled. `patience`: seconds without a sign of the leader after which a standby takes over."""
+
+    def __init__(
+        self,
+        transport: Transport,
+        identity: Identity,
+        manifest: Manifest,
+        following: Following,
+        membership: Membership,
+        reports: Reports,
+        score: Score,
+        clock: Callable[[], float],
+        pace: Pace,
+        *,
+        patience: float = 30.0,
+        measured: bool = True,
+        settle: float = SETTLE_SECONDS,
+        on_event: Callable[[str, str], None] = lambda kind, message: None,
+    ) -> None:
+        self._transport, self._identity, self.manifest = transport, identity, manifest
+        self.following, self.membership, self.reports = following, membership, reports
+        self._clock, self.pace, self._patience = clock, pace, patience
+        self._evaluation = Evaluation(manifest, following, membership, reports, score, clock)
+        self._measured, self._settle, self._on_event = measured, settle, on_event
+        self._started = clock()
+        self._seen: dict[str, float] = {}
+        """When each peer was last heard of."""
+        self._announced: Counter[str] = Counter()
+        """Groups by producer that are not counted on disk yet."""
+        self._counted: set[bytes] = set()
+        """Groups that were counted in this round."""
+        self._asks = Allowance(ASK_RATE, ASK_BURST, clock)
+        self.access = Access(transport, manifest, clock, on_event=on_event)
+        self._gate = AnnouncementGate(manifest, clock, banned=self.access.barred)
+        self._members: MemberList | None = None
+        """The list as records name it."""
+        self._revised = -math.inf
+        following.on_members = self.access.take
+        following.on_asked = self._saw
+        if following.members is not None:
+            self.access.take(following.members)
+
+    @property
+    def leading(self) -> bool:
+        """Whether this coordinator signs the rounds now."""
+        me = self._identity.peer_id
+        return me not in self.following.faults and leads(self.manifest, self.following.head, me)
+
+    def present(self) -> set[str]:
+        """Members that were heard of lately."""
+        now = self._clock()
+        for peer in self._transport.peers():
+            self._saw(peer)
+        wanted = {one.peer for one in self.membership.members() if one.role == "member"}
+        return {peer for peer in wanted if now - self._seen.get(peer, -math.inf) <= PRESENT_SECONDS}
+
+    # -- the service -----------------------------------------------------------------------------------------
+
+    def serve_on(self, transport: Transport) -> None:
+        self.following.serve_on(transport)
+        transport.serve(ENTER_PROTOCOL, self._enter, max_request=1024)
+        transport.serve(REPORT_PROTOCOL, self._report, max_request=MAX_REPORT_BYTES)
+
+    async def run(self) -> None:
+        """Follow, lead, evaluate. The transport has been started."""
+        self.serve_on(self._transport)
+        for shard in range(min(self.manifest.shards, MAX_SHARDS)):
+            await self._transport.subscribe(announce_topic(self.manifest.digest, shard), self._gate.check)
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self.following.run(), name="coordinator: follow")
+            tasks.create_task(self._listen(), name="coordinator: listen")
+            tasks.create_task(self.access.run(), name="coordinator: access")
+            tasks.create_task(self._tick(), name="coordinator: tick")
+            tasks.create_task(self._evaluate(), name="coordinator: evaluate")
+
+    async def _listen(self) -> None:
+        topic = rounds_topic(self.manifest.digest)
+        async for event in self._transport.events():
+            if isinstance(event, Message) and event.topic == topic:
+                self.following.hear(event.data, event.forwarder)
+            elif isinstance(event, Message):
+                self._heard_group(event.data)
+            elif isinstance(event, PeerConnected):
+                self._saw(event.peer)
+                self.following.met(event.peer)
+            await asyncio.sleep(0)
+
+    def _heard_group(self, sealed: bytes) -> None:
+        """Count an announcement that the gate let through, once for each group of a round."""
+        try:
+            opened, announcement = check_announcement(sealed, self.manifest, self._clock(), banned=self.access.barred)
+        except Rejected:
+            return
+        self._saw(opened.producer)
+        if announcement.group not in self._counted and len(self._counted) < MAX_COUNTED:
+            self._counted.add(announcement.group)
+            self._announced[opened.producer] += 1
+
+    def _saw(self, peer: str) -> None:
+        self._seen.pop(peer, None)
+        self._seen[peer] = self._clock()
+        if len(self._seen) > 2 * MAX_MEMBERS:
+            del self._seen[next(iter(self._seen))]
+
+    # -- pacing ----------------------------------------------------------------------------------------------
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(TICK_SECONDS)
+            try:
+                await self.step()
+            except StoreError as error:  # a full disk may be emptied; nothing is signed meanwhile
+                self._on_event("store", str(error))
+
+    async def step(self) -> None:
+        """Look at the clock, the members and the other coordinators once, and sign what is to be signed."""
+        now, head = self._clock(), self.following.head
+        if now - self._started < self._settle:
+            return
+        self._count_heard()
+        if not self.leading:
+            await self._stand_by(now)
+            return
+        facts = self._facts()
+        if head is None:
+            record: Round | None = first(self.manifest, facts, self.pace)
+        else:
+            record = advance(head.record, head.digest, now, facts, self.pace, self._seed_of(head.record.term))
+        if record is not None:
+            await self._sign(record, now)
+
+    async def _stand_by(self, now: float) -> None:
+        """Take over where the leader has been silent for long, or was proven false."""
+        last, me = self.following.log.last(honest=False), self._identity.peer_id
+        if last is None or me in self.following.faults:
+            return
+        term = next_term(self.manifest, me, last.record.term)
+        # those next in line have their turn first
+        turn = term - last.record.term
+        if last.coordinator in self.following.faults:
+            silent, wait = now - self._started, self._patience * (turn - 1)
+        else:
+            heard = self.following.heard_from(last.coordinator) or -math.inf
+            silent, wait = now - max(heard, self._started), self._patience * turn
+        if silent <= wait:
+            return
+        if self.following.members is not None:
+            self.membership.adopt(self.following.members)
+        record = take_over(last.record, last.digest, term, now, self.pace, self._seed_of(term))
+        self._on_event("coordinator", f"takes over from {last.coordinator}, term {term}")
+        await self._sign(record, now)
+
+    def _seed_of(self, term: int) -> Callable[[int], bytes]:
+        return lambda number: seed_for(self._identity, self.manifest.digest, number, term)
+
+    async def _sign(self, record: Round, now: float) -> None:
+        before = self.following.round
+        await self.following.publish(seal_round(self._identity, record, now))
+        if before is None or (before.number, before.state) != (record.number, record.state):
+            self._on_event("round", f"round {record.number} is {record.state.name}")
+        if record.state is State.open and (before is None or before.state is not State.open):
+            self._counted.clear()
+            self.reports.forget_before(record.number - 1)
+
+    def _facts(self) -> Facts:
+        record, present = self.following.round, self.present()
+        number = record.number if record else 1
+        through = self.reports.heard(number, number) if self.pace.groups else {}
+        return Facts(
+            members=self._list_digest(),
+            present=len(present),
+            through=sum(through.get(peer, 0) >= self.pace.groups for peer in present),
+            board=self._evaluation.board(record, present) if record and record.state is State.closing else b"",
+            mix=self._mix(),
+        )
+
+    def _list_digest(self) -> bytes:
+        """Digest of the member list for the next record, kept where members ask for it."""
+        now, wanted = self._clock(), self.membership.signed_list()
+        due = now - self._revised >= REVISE_SECONDS
+        if self._members is None or wanted.kicked != self._members.kicked or (due and wanted != self._members):
+            self._members, self._revised = wanted, now
+            self.following.keep_list(*list_bytes(wanted))
+        return list_bytes(self._members)[0]
+
+    def _mix(self) -> tuple[int, ...]:
+        board = self.following.board
+        if board is None or not self._measured:
+            return scaled([spec.weight for spec in self.manifest.environments])
+        return measured_mix(self.manifest, pass_rates(board, [spec.name for spec in self.manifest.environments]))
+
+    async def _evaluate(self) -> None:
+        """Score what is handed in, one report at a time."""
+        while True:
+            record, busy = self.following.round, False
+            try:
+                if self.leading and record is not None and record.state is State.closing:
+                    busy = await self._evaluation.score_next(record)
+            except (ScoringUnavailable, StoreError) as error:
+                self._on_event("evaluate", f"answers wait to be scored: {error}")
+            if not busy:
+                await asyncio.sleep(TICK_SECONDS)
+
+    def _count_heard(self) -> None:
+        record = self.following.round
+        if self._announced and record is not None:
+            self.reports.hear(record.number, self._announced)
+            self._announced.clear()
+
+    # -- what members ask ------------------------------------------------------------------------------------
+
+    async def _enter(self, peer: str, data: bytes) -> bytes:
+        self._charge(peer)
+        request = _decoded(data, EnterRequest)
+        if request.swarm != self.manifest.digest:
+            raise Rejected(Reason.wrong_swarm, f"asked about swarm {request.swarm.hex()[:12]}")
+        if not self.leading:
+            answer = EnterResponse("", f"{self.following.leader or 'nobody'} leads now")
+        else:
+            try:
+                role = self.membership.enter(peer, request.token)
+                answer = EnterResponse(role, "")
+                self._saw(peer)
+                self.access.admit(peer, role)
+            except NotAdmitted as refused:
+                answer = EnterResponse("", str(refused))
+        return msgspec.msgpack.encode(answer)
+
+    async def _report(self, peer: str, data: bytes) -> bytes:
+        if self.access.barred(peer):
+            raise Rejected(Reason.banned, f"{peer} is no member")
+        self._charge(peer)
+        request = _decoded(data, ReportRequest)
+        if request.swarm != self.manifest.digest:
+            raise Rejected(Reason.wrong_swarm, f"asked about swarm {request.swarm.hex()[:12]}")
+        self._saw(peer)
+        refused = self._refusal(peer, request)
+        if not refused and not self.reports.add(peer, request, data):
+            refused = "this round's answers were handed in before"
+        return msgspec.msgpack.encode(ReportResponse(not refused, refused))
+
+    def _refusal(self, peer: str, request: ReportRequest) -> str:
+        """Why a report is not taken; empty: it is."""
+        record = self.following.round
+        if not self.leading or record is None:
+            return "this coordinator does not lead now"
+        if record.state is not State.closing or record.number != request.number:
+            return f"round {record.number} is {record.state.name}"
+        if self._clock() > record.answers_by + LATE_SECONDS:
+            return "the time for answers is over"
+        if not any(one.peer == peer and one.role == "member" for one in self.membership.members()):
+            return "only members are evaluated"
+        wanted = len(self.manifest.environments) * record.tasks * record.samples
+        if len(request.answers) != wanted:
+            return f"{len(request.answers)} answers, {wanted} were asked for"
+        return ""
+
+    def _charge(self, peer: str) -> None:
+        if wait := self._asks.wait(peer):
+            raise Busy(wait)
+        self._asks.spend(peer, 1)
+
+
+def _decoded(data: bytes, kind: type[_Request]) -> _Request:
+    try:
+        return msgspec.msgpack.decode(data, type=kind)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise Rejected(Reason.malformed, f"{kind.__name__}: {error}") from error

@@ -1,0 +1,150 @@
+"""A coordinator's members, invites and bans, in its node.db. The command line writes here while the coordinator runs.
+
+Tokens are kept as SHA-256 only: whoever reads the database cannot make an invite of it.
+"""
+
+import hashlib
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from protocol.board import MAX_MEMBERS, Member, MemberList, Role
+from protocol.invite import TOKEN_BYTES
+from swarm.database import Database
+
+VERSION = 1
+SCHEMA = """
+CREATE TABLE coordinator_invites (
+    id INTEGER PRIMARY KEY, token BLOB NOT NULL UNIQUE, role TEXT NOT NULL, uses INTEGER NOT NULL,
+    expires REAL NOT NULL, made_at REAL NOT NULL);
+CREATE TABLE coordinator_members (peer TEXT PRIMARY KEY, role TEXT NOT NULL, since REAL NOT NULL, invite INTEGER);
+CREATE TABLE coordinator_kicked (peer TEXT PRIMARY KEY, at REAL NOT NULL, reason TEXT NOT NULL)
+"""
+
+
+class NotAdmitted(Exception):
+    """A peer is not let in; the message says why."""
+
+
+class NoSuchMember(Exception):
+    """The peer is not on the list, or cannot be taken off it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Listed:
+    peer: str
+    role: str
+    since: float
+    invite: int | None
+
+
+class Membership:
+    """Raises StoreError. `listed_only`: a peer needs an invite to get in; else who asks is let in."""
+
+    def __init__(self, path: Path, swarm: bytes, clock: Callable[[], float], *, listed_only: bool) -> None:
+        self._swarm, self._clock, self._listed_only = swarm, clock, listed_only
+        self._db = Database(path)
+        self._db.migrate("membership_version", VERSION, SCHEMA.strip())
+        self._read: tuple[object, list[Listed], MemberList] | None = None
+
+    def close(self) -> None:
+        self._db.close()
+
+    def invite(self, *, uses: int, expires: float, role: Role) -> bytes:
+        """A new token for `uses` peers until `expires` (unix seconds). It is told here and never again."""
+        token = secrets.token_bytes(TOKEN_BYTES)
+        now = self._clock()
+        with self._db.transaction():
+            self._db.execute("DELETE FROM coordinator_invites WHERE expires <= ?", now)
+            self._db.execute(
+                "INSERT INTO coordinator_invites (token, role, uses, expires, made_at) VALUES (?,?,?,?,?)",
+                _hash(token), role, uses, expires, now,
+            )  # fmt: skip
+        return token
+
+    def enter(self, peer: str, token: bytes) -> str:
+        """Let a peer in; its role. A member stays what it is, and no use of the token is taken. Raises NotAdmitted."""
+        now = self._clock()
+        with self._db.transaction():
+            if self._db.one("SELECT 1 FROM coordinator_kicked WHERE peer = ?", peer):
+                raise NotAdmitted("this peer was kicked")
+            present = self._db.one("SELECT role FROM coordinator_members WHERE peer = ?", peer)
+            if present:
+                return str(present[0])
+            role, invite = "member", None
+            if token:
+                row = self._db.one(
+                    "SELECT id, role, uses, expires FROM coordinator_invites WHERE token = ?", _hash(token)
+                )
+                if row is None:
+                    raise NotAdmitted("this coordinator does not know the invite; ask for a new one")
+                invite, role, uses, expires = row
+                if expires <= now:
+                    raise NotAdmitted("the invite has expired; ask for a new one")
+                if uses < 1:
+                    raise NotAdmitted("the invite is used up; ask for a new one")
+                self._db.execute("UPDATE coordinator_invites SET uses = uses - 1 WHERE id = ?", invite)
+            elif self._listed_only:
+                raise NotAdmitted("this swarm takes invites of its coordinator only; ask for one")
+            (count,) = self._db.one("SELECT COUNT(*) FROM coordinator_members") or (0,)
+            if count >= MAX_MEMBERS:
+                raise NotAdmitted(f"the swarm is full: {MAX_MEMBERS} members")
+            self._db.execute("INSERT INTO coordinator_members VALUES (?,?,?,?)", peer, role, now, invite)
+        return str(role)
+
+    def kick(self, peer: str, reason: str) -> None:
+        """Take a peer off the list and keep it off. Raises NoSuchMember."""
+        with self._db.transaction():
+            if not self._db.execute("DELETE FROM coordinator_members WHERE peer = ?", peer):
+                raise NoSuchMember(f"{peer} is no member ; see `shoal coordinator members`")
+            self._db.execute("INSERT OR REPLACE INTO coordinator_kicked VALUES (?,?,?)", peer, self._clock(), reason)
+            self._db.execute(
+                "DELETE FROM coordinator_kicked WHERE peer NOT IN"
+                " (SELECT peer FROM coordinator_kicked ORDER BY at DESC LIMIT ?)",
+                MAX_MEMBERS,
+            )
+
+    def forgive(self, peer: str) -> None:
+        """Take a kick back: the peer may come in again, with an invite. Raises NoSuchMember."""
+        if not self._db.execute("DELETE FROM coordinator_kicked WHERE peer = ?", peer):
+            raise NoSuchMember(f"{peer} was not kicked ; see `shoal coordinator members`")
+
+    def members(self) -> list[Listed]:
+        return self._present()[0]
+
+    def signed_list(self) -> MemberList:
+        """The list as a record names it."""
+        return self._present()[1]
+
+    def _present(self) -> tuple[list[Listed], MemberList]:
+        """As it is on disk, read again when this process or another wrote: both are asked for twice a second."""
+        state = (self._db.one("SELECT total_changes()"), self._db.one("PRAGMA data_version"))
+        if self._read is None or self._read[0] != state:
+            rows = self._db.all("SELECT peer, role, since, invite FROM coordinator_members ORDER BY peer")
+            kicked = self._db.all("SELECT peer FROM coordinator_kicked ORDER BY peer")
+            signed = MemberList(
+                self._swarm, tuple(Member(row[0], row[1]) for row in rows), tuple(row[0] for row in kicked)
+            )
+            self._read = state, [Listed(*row) for row in rows], signed
+        return self._read[1:]
+
+    def kicked(self) -> list[tuple[str, float, str]]:
+        """(peer, when, why)."""
+        return [(row[0], row[1], row[2]) for row in self._db.all("SELECT * FROM coordinator_kicked ORDER BY peer")]
+
+    def adopt(self, members: MemberList) -> None:
+        """Take up what another coordinator had listed, instead of what is here."""
+        with self._db.transaction():
+            known = {one.peer: one for one in self.members()}
+            self._db.execute("DELETE FROM coordinator_members")
+            for one in members.members:
+                before = known.get(one.peer)
+                since, invite = (before.since, before.invite) if before else (self._clock(), None)
+                self._db.execute("INSERT INTO coordinator_members VALUES (?,?,?,?)", one.peer, one.role, since, invite)
+            for peer in members.kicked:
+                self._db.execute("INSERT OR IGNORE INTO coordinator_kicked VALUES (?,?,'')", peer, self._clock())
+
+
+def _hash(token: bytes) -> bytes:
+    return hashlib.sha256(token).digest()

@@ -1,0 +1,84 @@
+"""What a coordinator was handed in and heard in a round, in its node.db: a kill in mid round loses none of it."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+
+from protocol.board import Report
+from protocol.messages import ReportRequest
+from swarm.database import Database
+
+VERSION = 1
+SCHEMA = """
+CREATE TABLE coordinator_reports (
+    number INTEGER NOT NULL, peer TEXT NOT NULL, body BLOB NOT NULL, found BLOB, PRIMARY KEY (number, peer));
+CREATE TABLE coordinator_heard (
+    number INTEGER NOT NULL, peer TEXT NOT NULL, groups INTEGER NOT NULL, PRIMARY KEY (number, peer))
+"""
+
+
+class Reports:
+    """Raises StoreError."""
+
+    def __init__(self, path: Path) -> None:
+        self._db = Database(path)
+        self._db.migrate("reports_version", VERSION, SCHEMA.strip())
+
+    def close(self) -> None:
+        self._db.close()
+
+    def add(self, peer: str, report: ReportRequest, body: bytes) -> bool:
+        """Keep a report; the first one of a peer counts. False: there was one."""
+        return bool(
+            self._db.execute(
+                "INSERT OR IGNORE INTO coordinator_reports (number, peer, body) VALUES (?,?,?)",
+                report.number,
+                peer,
+                body,
+            )
+        )
+
+    def next_unscored(self, number: int) -> tuple[str, ReportRequest] | None:
+        row = self._db.one(
+            "SELECT peer, body FROM coordinator_reports WHERE number = ? AND found IS NULL ORDER BY rowid LIMIT 1",
+            number,
+        )
+        return None if row is None else (row[0], msgspec.msgpack.decode(row[1], type=ReportRequest))
+
+    def keep_scores(self, number: int, peer: str, report: Report) -> None:
+        """What was found in it; the answers are not needed any more."""
+        self._db.execute(
+            "UPDATE coordinator_reports SET found = ?, body = x'' WHERE number = ? AND peer = ?",
+            msgspec.msgpack.encode(report),
+            number,
+            peer,
+        )
+
+    def scored(self, number: int) -> dict[str, Report]:
+        rows = self._db.all(
+            "SELECT peer, found FROM coordinator_reports WHERE number = ? AND found IS NOT NULL", number
+        )
+        return {peer: msgspec.msgpack.decode(found, type=Report) for peer, found in rows}
+
+    def reporters(self, number: int) -> set[str]:
+        return {row[0] for row in self._db.all("SELECT peer FROM coordinator_reports WHERE number = ?", number)}
+
+    def hear(self, number: int, groups: Mapping[str, int]) -> None:
+        """Count groups that producers announced in a round."""
+        self._db.execute_many(
+            "INSERT INTO coordinator_heard VALUES (?,?,?) ON CONFLICT DO UPDATE SET groups = groups + excluded.groups",
+            [(number, peer, count) for peer, count in groups.items()],
+        )
+
+    def heard(self, first: int, last: int) -> dict[str, int]:
+        """Groups by producer in the rounds `first` to `last`."""
+        rows = self._db.all(
+            "SELECT peer, SUM(groups) FROM coordinator_heard WHERE number BETWEEN ? AND ? GROUP BY peer", first, last
+        )
+        return {row[0]: int(row[1]) for row in rows}
+
+    def forget_before(self, number: int) -> None:
+        with self._db.transaction():
+            for table in ("coordinator_reports", "coordinator_heard"):
+                self._db.execute(f"DELETE FROM {table} WHERE number < ?", number)

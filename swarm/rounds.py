@@ -1,0 +1,340 @@
+"""Follows the coordinators' log: hears records by gossip, pulls what is missing, verifies it all, serves it to others.
+
+A coordinator that is proven to have signed what it must not is named in an event and not followed any more; the proof
+is passed on. Without a coordinator to follow, a node goes on by the clock's epochs as it does without any.
+"""
+
+import asyncio
+import hashlib
+import random
+from collections.abc import Callable
+from typing import TypeVar
+
+import msgspec
+
+from protocol.board import Board, MemberList, read_list
+from protocol.envelope import Domain, unseal
+from protocol.manifest import Manifest
+from protocol.messages import (
+    LISTS_PROTOCOL,
+    MAX_ANNOUNCEMENT_BYTES,
+    MAX_LIST_BYTES,
+    MAX_PROOFS,
+    MAX_REQUEST_BYTES,
+    MAX_ROUNDS,
+    ROUNDS_PROTOCOL,
+    ListRequest,
+    RoundsRequest,
+    RoundsResponse,
+    rounds_topic,
+)
+from protocol.rejection import Reason, Rejected
+from protocol.rounds import Round, check_successor, leader_of, open_round
+from swarm.allowance import Allowance
+from swarm.database import StoreError
+from swarm.round_log import Fault, Kept, RoundLog
+from swarm.transport import Busy, Transport, TransportError
+
+SYNC_SECONDS = 30.0
+MAX_WAITING = 256
+MAX_ANSWER_BYTES = (MAX_ROUNDS + 2 * MAX_PROOFS) * (MAX_ANNOUNCEMENT_BYTES + 8) + 64
+SYNC_ROUNDS = 8
+"""Answers taken from one peer at a time."""
+GOSSIP_RATE, GOSSIP_BURST = 8.0, 64.0
+"""Records a second taken from one forwarder, and at once after a silence."""
+ANSWER_RATE, ANSWER_BURST = 256 * 1024.0, 4 * 1024 * 1024.0
+"""Bytes that one peer is answered with, in the long run and at once: a few boards of the largest swarm."""
+REQUEST_COST = 256.0
+LIST_TRIES = 4
+
+Request = TypeVar("Request", RoundsRequest, ListRequest)
+
+
+class Following:
+    """The log of one swarm. `run` until cancelled; `hear` and `met` are called by who reads the transport's events."""
+
+    def __init__(
+        self,
+        transport: Transport,
+        log: RoundLog,
+        manifest: Manifest,
+        clock: Callable[[], float],
+        *,
+        request_timeout: float = 20.0,
+        sync_seconds: float = SYNC_SECONDS,
+        seed: int = 0,
+        on_event: Callable[[str, str], None] = lambda kind, message: None,
+    ) -> None:
+        self._transport, self.log, self.manifest, self._clock = transport, log, manifest, clock
+        self._timeout, self._sync_seconds, self._on_event = request_timeout, sync_seconds, on_event
+        self._random = random.Random(f"{seed}{transport.peer_id}")
+        self._gossip = Allowance(GOSSIP_RATE, GOSSIP_BURST, clock)
+        self._allowance = Allowance(ANSWER_RATE, ANSWER_BURST, clock)
+        self._waiting: dict[str, None] = {}
+        """Whom to ask."""
+        self._wake = asyncio.Event()
+        self._heard: dict[str, float] = {}
+        """When each coordinator last said something itself."""
+        self.faults: dict[str, Fault] = {fault.coordinator: fault for fault in log.faults()}
+        self.head: Kept | None = log.last()
+        self.members: MemberList | None = None
+        """The newest one known."""
+        self.board: Board | None = None
+        self.changed = asyncio.Event()
+        """Set at every new head and list; whoever waits for it clears it."""
+        self.on_members: Callable[[MemberList], None] = lambda members: None
+        self.on_asked: Callable[[str], None] = lambda peer: None
+        """Told of every peer that asks for the log."""
+        self._take_lists()
+
+    @property
+    def round(self) -> Round | None:
+        """The newest record of a coordinator that may be followed."""
+        return self.head.record if self.head else None
+
+    @property
+    def leader(self) -> str | None:
+        """Who leads now, as far as is known; the primary before the first record."""
+        if self.head is not None:
+            return self.head.coordinator
+        primary = self.manifest.coordinators[0]
+        return None if primary in self.faults else primary
+
+    def heard_from(self, coordinator: str) -> float | None:
+        """When it last answered or signed something new; None: not since the start."""
+        return self._heard.get(coordinator)
+
+    # -- hearing ---------------------------------------------------------------------------------------------
+
+    def check(self, forwarder: str, data: bytes) -> bool:
+        """For gossip, in the transport's thread: whether to deliver and relay. A proof of a fault is relayed too."""
+        if not self._gossip.take(forwarder):
+            return False
+        try:
+            open_round(data, self.manifest, self._clock())
+        except Rejected as rejected:
+            return rejected.reason is Reason.broken_commitment
+        return True
+
+    def hear(self, sealed: bytes, peer: str) -> bool:
+        """Take note of a record. True when it was valid and new. Raises StoreError."""
+        try:
+            opened, record = open_round(sealed, self.manifest, self._clock())
+        except Rejected as rejected:
+            if rejected.reason is Reason.broken_commitment:  # it proves itself
+                signer = unseal(sealed, Domain.round, max_bytes=MAX_ANNOUNCEMENT_BYTES, now=self._clock()).producer
+                self._fault(Fault(signer, str(rejected.reason), rejected.detail, sealed, b""))
+            return False
+        coordinator = opened.producer
+        if coordinator in self.faults or self.log.find(opened.digest) is not None:
+            return False
+        rival = self.log.rival(record)
+        if rival is not None:
+            if rival.record != record:
+                detail = f"signed two records for {record.state.name} of round {record.number}, term {record.term}"
+                self._fault(Fault(coordinator, str(Reason.equivocation), detail, rival.sealed, sealed))
+            return False
+        before = self.log.find(record.previous)
+        if before is not None:
+            try:
+                check_successor(before.record, record)
+            except Rejected as rejected:
+                self._fault(Fault(coordinator, str(rejected.reason), rejected.detail, before.sealed, sealed))
+                return False
+        self.log.add(opened, record, sealed)
+        self._heard[coordinator] = self._clock()
+        if self.head is None or record.position > self.head.record.position:
+            self._move(Kept(opened.digest, coordinator, record, sealed))
+            if self._missing():
+                self._soon(peer)
+        return True
+
+    def _move(self, head: Kept | None) -> None:
+        before, self.head = self.head, head
+        self._take_lists()
+        self.changed.set()
+        if head and (before is None or before.coordinator != head.coordinator):
+            self._on_event("coordinator", f"{head.coordinator} leads, round {head.record.number}")
+
+    def _fault(self, fault: Fault) -> None:
+        if fault.coordinator in self.faults:
+            return
+        self.log.add_fault(fault)
+        self.faults[fault.coordinator] = fault
+        self._on_event(
+            "coordinator_fault",
+            f"coordinator {fault.coordinator}: {fault.reason}: {fault.detail}; it is not followed any more",
+        )
+        self._move(self.log.last())
+
+    def _missing(self) -> list[tuple[bytes, type[MemberList] | type[Board]]]:
+        """Digests of lists that the log names and that are not here."""
+        named: list[tuple[bytes, type[MemberList] | type[Board]]] = []
+        if self.head is not None:
+            named = [(self.head.record.members, MemberList), (self.log.newest_board() or b"", Board)]
+        return [(digest, kind) for digest, kind in named if digest and self.log.list_body(digest) is None]
+
+    def _take_lists(self) -> None:
+        """Read what the log names and the store has."""
+        if self.head is None:
+            return
+        body = self.log.list_body(self.head.record.members)
+        if body is not None:
+            members = read_list(body, MemberList, self.manifest.digest)
+            if members != self.members and isinstance(members, MemberList):
+                self.members = members
+                self.on_members(members)
+        board = self.log.newest_board()
+        body = self.log.list_body(board) if board else None
+        if body is not None:
+            found = read_list(body, Board, self.manifest.digest)
+            self.board = found if isinstance(found, Board) else None
+
+    def keep_list(self, digest: bytes, body: bytes) -> None:
+        """Have a good list that a record is about to name, or names."""
+        named = [digest, *([self.head.record.members, self.log.newest_board() or b""] if self.head else [])]
+        self.log.add_list(digest, body, named)
+        self._take_lists()
+        self.changed.set()
+
+    # -- asking ----------------------------------------------------------------------------------------------
+
+    def met(self, peer: str) -> None:
+        """Ask a new peer as soon as it is its turn."""
+        self._soon(peer)
+
+    def _soon(self, peer: str) -> None:
+        if peer != self._transport.peer_id and len(self._waiting) < MAX_WAITING:
+            self._waiting[peer] = None
+            self._wake.set()
+
+    async def run(self) -> None:
+        """Follow until cancelled. Whoever reads the transport's events hands them on."""
+        await self._transport.subscribe(rounds_topic(self.manifest.digest), self.check)
+        for peer in self._transport.peers():
+            self._soon(peer)
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._ask_waiting(), name="rounds: ask")
+            tasks.create_task(self._remind(), name="rounds: remind")
+
+    async def _remind(self) -> None:
+        """The leader is asked from time to time, and one other peer: what gossip lost, and whether it is there."""
+        while True:
+            await asyncio.sleep(self._sync_seconds * self._random.uniform(0.75, 1.25))
+            if self.leader is not None:
+                self._soon(self.leader)
+            if peers := self._transport.peers():
+                self._soon(self._random.choice(peers))
+
+    async def _ask_waiting(self) -> None:
+        while True:
+            if not self._waiting:
+                self._wake.clear()
+                await self._wake.wait()
+                continue
+            peer = next(iter(self._waiting))
+            del self._waiting[peer]
+            try:
+                await self.ask(peer)
+            except TransportError:
+                continue  # it left, or is busy; there are others, and another time
+            except StoreError as error:
+                self._on_event("store", str(error))
+
+    async def ask(self, peer: str) -> None:
+        """Bring the log up to what this peer has. Raises TransportError, StoreError."""
+        for _ in range(SYNC_ROUNDS):
+            request = RoundsRequest(self.manifest.digest, self.head.digest if self.head else b"")
+            raw = await self._transport.request(
+                peer,
+                ROUNDS_PROTOCOL,
+                msgspec.msgpack.encode(request),
+                max_bytes=MAX_ANSWER_BYTES,
+                timeout=self._timeout,
+            )
+            try:
+                answer = msgspec.msgpack.decode(raw, type=RoundsResponse)
+            except (msgspec.DecodeError, RecursionError):
+                return
+            self._heard[peer] = self._clock()
+            if len(self._heard) > MAX_WAITING:  # only coordinators' times are asked for
+                self._heard = {one: at for one, at in self._heard.items() if one in self.manifest.coordinators}
+            for sealed in answer.proofs:
+                self.hear(sealed, peer)
+            new = [self.hear(sealed, peer) for sealed in answer.records]
+            if not any(new) or len(new) < MAX_ROUNDS:
+                break
+        for digest, kind in self._missing():
+            await self._pull_list(digest, kind, peer)
+
+    async def _pull_list(self, digest: bytes, kind: type[MemberList] | type[Board], peer: str) -> None:
+        """A list from this peer, else from the leader or another one."""
+        others = self._random.sample(self._transport.peers(), min(LIST_TRIES, len(self._transport.peers())))
+        for holder in dict.fromkeys((peer, *([self.leader] if self.leader else []), *others)):
+            try:
+                body = await self._transport.request(
+                    holder,
+                    LISTS_PROTOCOL,
+                    msgspec.msgpack.encode(ListRequest(digest)),
+                    max_bytes=MAX_LIST_BYTES,
+                    timeout=self._timeout,
+                )
+            except TransportError:
+                continue
+            if hashlib.sha256(body).digest() == digest:
+                try:
+                    read_list(body, kind, self.manifest.digest)
+                except Rejected as rejected:  # the coordinator signed the digest of what is no list
+                    self._on_event("coordinator_fault", f"{self.leader}: a list that cannot be read: {rejected.detail}")
+                else:
+                    self.keep_list(digest, body)
+                return
+
+    # -- serving ---------------------------------------------------------------------------------------------
+
+    def serve_on(self, transport: Transport) -> None:
+        transport.serve(ROUNDS_PROTOCOL, self._answer_rounds, max_request=MAX_REQUEST_BYTES)
+        transport.serve(LISTS_PROTOCOL, self._answer_list, max_request=MAX_REQUEST_BYTES)
+
+    async def _answer_rounds(self, peer: str, data: bytes) -> bytes:
+        request = self._admitted(peer, data, RoundsRequest)
+        if request.swarm != self.manifest.digest:
+            raise Rejected(Reason.wrong_swarm, f"asked about swarm {request.swarm.hex()[:12]}")
+        self.on_asked(peer)
+        proofs = [sealed for fault in self.faults.values() for sealed in (fault.first, fault.second) if sealed]
+        records = self.log.after(request.after, MAX_ROUNDS)
+        return self._counted(peer, msgspec.msgpack.encode(RoundsResponse(tuple(records), tuple(proofs))))
+
+    async def _answer_list(self, peer: str, data: bytes) -> bytes:
+        request = self._admitted(peer, data, ListRequest)
+        return self._counted(peer, self.log.list_body(request.digest) or b"")
+
+    def _admitted(self, peer: str, data: bytes, kind: type[Request]) -> Request:
+        if wait := self._allowance.wait(peer):
+            raise Busy(wait)
+        self._allowance.spend(peer, REQUEST_COST)
+        try:
+            return msgspec.msgpack.decode(data, type=kind)
+        except (msgspec.DecodeError, RecursionError) as error:
+            raise Rejected(Reason.malformed, f"{kind.__name__}: {error}") from error
+
+    def _counted(self, peer: str, answer: bytes) -> bytes:
+        self._allowance.spend(peer, len(answer))
+        return answer
+
+    # -- signing (swarm.coordinator) -------------------------------------------------------------------------
+
+    async def publish(self, sealed: bytes) -> None:
+        """Keep an own record, then gossip it. Raises StoreError; a network that does not take it is no error."""
+        if not self.hear(sealed, self._transport.peer_id):
+            raise StoreError("an own record does not fit the log")
+        try:
+            async with asyncio.timeout(self._timeout):
+                await self._transport.publish(rounds_topic(self.manifest.digest), sealed)
+        except (TransportError, TimeoutError):
+            return  # members ask for it
+
+
+def leads(manifest: Manifest, head: Kept | None, peer: str) -> bool:
+    """Whether `peer` leads the term of this head; before there is one, the primary does."""
+    return leader_of(manifest, head.record.term if head else 0) == peer

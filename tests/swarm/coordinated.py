@@ -1,0 +1,145 @@
+"""Coordinators and bare members on one in-memory hub, with a clock that runs as fast as a test wants."""
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from protocol.identity import Identity
+from protocol.manifest import Coordination, EnvironmentSpec, Manifest, make_manifest
+from protocol.messages import ReportRequest, ReportResponse, Trained
+from protocol.rollout import TaskRef
+from protocol.rounds import Pace
+from swarm.access import Access
+from swarm.coordinator import Coordinator
+from swarm.entering import Entering, send_report
+from swarm.membership import Membership
+from swarm.memory import MemoryHub
+from swarm.reports import Reports
+from swarm.round_log import RoundLog
+from swarm.rounds import Following
+from swarm.transport import Message, PeerConnected
+from tests.swarm.world import who
+
+PACE = Pace(round_seconds=600, answer_seconds=30, least_members=1, quorum=1.0, groups=0, tasks=2, samples=1)
+
+
+class Clock:
+    """Wall time, and whatever a test adds to it."""
+
+    def __init__(self) -> None:
+        self.ahead = 0.0
+
+    def __call__(self) -> float:
+        return time.time() + self.ahead
+
+
+def manifest_of(*coordinators: str, listed_only: bool = True) -> Manifest:
+    return make_manifest(
+        "coordinated",
+        time.time() - 100,
+        (EnvironmentSpec("even", "1", 1, {"max_tokens": 4}), EnvironmentSpec("odd", "1", 3, {})),
+        coordination=Coordination(tuple(who(name).peer_id for name in coordinators), listed_only),
+    )
+
+
+async def score(items: Sequence[tuple[TaskRef, str]]) -> list[float]:
+    """What the answer says, when it names its task."""
+    return [float(text.split()[1]) if text.split()[0] == str(ref.seed % 1000) else 0.0 for ref, text in items]
+
+
+class Peer:
+    """What coordinators and members have in common here."""
+
+    def __init__(self, hub: MemoryHub, path: Path, name: str, manifest: Manifest, clock: Callable[[], float]) -> None:
+        self.identity: Identity = who(name)
+        self.path, self.manifest, self.clock = path / f"{name}.db", manifest, clock
+        self.transport = hub.transport(self.identity)
+        self.events: list[tuple[str, str]] = []
+        self.log = RoundLog(self.path)
+        self.following = Following(
+            self.transport, self.log, manifest, clock, request_timeout=5, sync_seconds=0.2, on_event=self.told
+        )
+        self.tasks: list[asyncio.Task[None]] = []
+
+    @property
+    def id(self) -> str:
+        return self.identity.peer_id
+
+    def told(self, kind: str, message: str) -> None:
+        self.events.append((kind, message))
+
+    def kinds(self, kind: str) -> list[str]:
+        return [message for one, message in self.events if one == kind]
+
+    async def stop(self) -> None:
+        for task in self.tasks:
+            assert not task.done(), task
+            task.cancel()
+        await asyncio.gather(*self.tasks, return_exceptions=True)
+        self.tasks.clear()
+        await self.transport.stop()
+
+
+class Leader(Peer):
+    """A coordinator. `begin` again with the same name and path is a restart."""
+
+    def __init__(self, *common, pace: Pace = PACE, patience: float = 1.0, settle: float = 0.0, **options) -> None:
+        super().__init__(*common)
+        self.membership = Membership(self.path, self.manifest.digest, self.clock, listed_only=self.manifest.listed_only)
+        self.reports = Reports(self.path)
+        self.coordinator = Coordinator(
+            self.transport, self.identity, self.manifest, self.following, self.membership, self.reports,
+            options.pop("score", score), self.clock, pace, patience=patience, settle=settle, on_event=self.told,
+        )  # fmt: skip
+
+    async def start(self) -> "Leader":
+        await self.transport.start()
+        self.tasks = [asyncio.create_task(self.coordinator.run())]
+        await asyncio.sleep(0)
+        return self
+
+
+class Bare(Peer):
+    """A member without experience exchange."""
+
+    def __init__(self, *common, token: bytes | None = None) -> None:
+        super().__init__(*common)
+        self.access = Access(self.transport, self.manifest, self.clock, grace=0.3, on_event=self.told)
+        self.following.on_members = self.access.take
+        self.entering = Entering(
+            self.transport, self.following, token, request_timeout=5, retry_seconds=0.2, on_event=self.told
+        )
+
+    async def start(self) -> "Bare":
+        await self.transport.start()
+        self.following.serve_on(self.transport)
+        runs = (self.following.run(), self.entering.run(), self.access.run(), self._listen())
+        self.tasks = [asyncio.create_task(run) for run in runs]
+        await asyncio.sleep(0)
+        return self
+
+    async def _listen(self) -> None:
+        async for event in self.transport.events():
+            if isinstance(event, Message):
+                self.following.hear(event.data, event.forwarder)
+            elif isinstance(event, PeerConnected):
+                self.following.met(event.peer)
+
+    async def answer(self, rewards: Sequence[float | None], trained: dict[str, int] | None = None) -> ReportResponse:
+        """Hand in answers that score these rewards, one for each task, to whoever leads."""
+        from protocol.assignment import round_task
+
+        head = self.following.round
+        assert head is not None
+        each = head.tasks * head.samples
+        answers = []
+        for i, spec in enumerate(self.manifest.environments):
+            for n in range(each):
+                reward = rewards[i * each + n]
+                ref = round_task(self.manifest, head.seed, spec.name, n // head.samples)
+                answers.append(None if reward is None else f"{ref.seed % 1000} {reward}")
+        counts = tuple(Trained(peer, groups) for peer, groups in (trained or {}).items())
+        report = ReportRequest(self.manifest.digest, head.number, tuple(answers), counts)
+        assert self.following.leader is not None
+        return await send_report(self.transport, self.following.leader, report, 5.0)
