@@ -65,7 +65,7 @@ def join(session: Session, wanted: str, via: Sequence[str]) -> None:
 @with_session
 def discover(session: Session, via: Sequence[str]) -> None:
     """List the public swarms that can be reached from here; `shoal join NAME` joins one."""
-    from node.cli.output import emit, short, table
+    from node.cli.output import emit, table
 
     found, problems = look_up(session, session.node(), via)
     now = time.time()
@@ -90,7 +90,7 @@ def discover(session: Session, via: Sequence[str]) -> None:
             str(one["digest"])[:12],
             one["members"],
             f"{one['age_days']:g}",
-            short(one["coordinator"]),
+            "yes" if one["coordinator"] else "no",
             one["environments"],
         )
         for one in listed
