@@ -37,6 +37,7 @@ class Domain(IntEnum):
 
     group = 1
     announcement = 2
+    policy = 8
 
 
 class _Envelope(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
