@@ -157,6 +157,8 @@ def check_record(raw: bytes, item: PolicyItem) -> PolicyRecord:
         record = _record_decoder.decode(raw)
     except (msgspec.DecodeError, RecursionError) as error:
         raise Rejected(Reason.malformed, f"policy record: {error}") from error
+    if msgspec.msgpack.encode(record) != raw:
+        raise Rejected(Reason.malformed, "policy record is not in canonical msgpack")
     if (record.version, record.base, record.size) != (item.version, item.base, item.size):
         raise Rejected(Reason.malformed, "policy record: version, base or size differ from the head")
     if len(record.base_state) != (0 if record.base is None else 32):

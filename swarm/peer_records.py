@@ -4,7 +4,7 @@ from collections.abc import Collection
 from typing import Any
 
 from swarm.database import Database
-from swarm.records import ADMITTED, ANNOUNCED, TRAINED, PeerRecord
+from swarm.records import ADMITTED, ANNOUNCED, FOLLOWED, TRAINED, PeerRecord
 
 MAX_PEERS = 10_000
 PROVEN = 0.5
@@ -35,7 +35,8 @@ class PeerRecords:
         rows = self._db.all(
             f"SELECT {_COLUMNS}, COALESCE(admitted, 0), COALESCE(refused, 0) FROM peers LEFT JOIN"
             f" (SELECT peer AS judged, SUM(CASE verdict WHEN '{ADMITTED}' THEN count ELSE 0 END) AS admitted,"
-            f" SUM(CASE WHEN verdict IN ('{ADMITTED}', '{ANNOUNCED}', '{TRAINED}') THEN 0 ELSE count END) AS refused"
+            f" SUM(CASE WHEN verdict IN ('{ADMITTED}', '{ANNOUNCED}', '{TRAINED}', '{FOLLOWED}') THEN 0 ELSE count END)"
+            f" AS refused"
             f" FROM verdicts GROUP BY peer) ON judged = peer ORDER BY peer"
         )
         return [(_record(row[:-2]), row[-2], row[-1]) for row in rows]
@@ -62,13 +63,18 @@ class PeerRecords:
 
     def verdicts(self, peers: Collection[str]) -> dict[str, dict[str, int]]:
         """How often each verdict fell on these peers since this home was made: 'announced', 'admitted', 'trained' (uses
-        in updates), and reasons."""
+        in updates), 'followed' (those of them that were sampled with this node's policy), and reasons."""
         found: dict[str, dict[str, int]] = {}
         for peer in peers:
             rows = self._db.all("SELECT verdict, count FROM verdicts WHERE peer = ?", peer)
             if rows:
                 found[peer] = dict(rows)
         return found
+
+    def credited(self) -> int:
+        """Uses in updates of groups that were sampled with this node's policy, of all peers known."""
+        row = self._db.one("SELECT COALESCE(SUM(count), 0) FROM verdicts WHERE verdict = ?", FOLLOWED)
+        return int(row[0]) if row else 0
 
     def tidy(self) -> None:
         """Keep MAX_PEERS: a home may be older than this bound."""

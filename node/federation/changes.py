@@ -102,7 +102,7 @@ def _where(gaps: NDArray[np.uint8], count: int, size: int) -> NDArray[np.intp]:
     if len(ends) != count or ends[-1] != len(gaps) - 1:
         raise BadChanges(f"{len(ends)} positions for {count} changes")
     escapes = np.diff(ends, prepend=-1) - 1
-    where = np.cumsum(escapes * _ESCAPE + gaps[ends] + 1) - 1
+    where: NDArray[np.intp] = np.cumsum(escapes * _ESCAPE + gaps[ends].astype(np.intp) + 1) - 1
     if where[-1] >= size:
         raise BadChanges(f"a change at word {where[-1]} of {size}")
     return where

@@ -1,6 +1,6 @@
 """All weights of one version in one safetensors file, read tensor by tensor as integer words, and their digest.
 
-The format: u64 little-endian length of a JSON header, the header, the tensors' bytes (github.com/huggingface/safetensors).
+The format (github.com/huggingface/safetensors): u64 little-endian length of a JSON header, the header, the tensors.
 """
 
 import hashlib
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from safetensors.torch import save_file
 
 from node.checkpoint import sync
-from node.federation.changes import BadChanges, Changes
+from node.federation.changes import Changes
 from protocol.policy import Weights
 
 MAX_HEADER_BYTES = 16 << 20
@@ -69,6 +69,11 @@ class WeightsFile:
         for change in changes:
             change.finish()
 
+    def finite(self) -> bool:
+        """Whether no weight is infinite or not a number: whether no exponent has all bits set."""
+        exponent = WORDS[self.dtype](0x7F80 if self.dtype == "bfloat16" else 0x7F800000)
+        return not any(bool(((self.words(tensor) & exponent) == exponent).any()) for tensor in self.tensors)
+
     def digest(self) -> bytes:
         return digest_of(self.dtype, ((tensor, self.words(tensor)) for tensor in self.tensors))
 
@@ -117,7 +122,7 @@ def write_changed(source: WeightsFile, changes: Sequence[Changes], path: Path, s
 
 
 def write_whole(pieces: Iterator[bytes], path: Path, shapes: Shapes, dtype: Weights, state: bytes) -> WeightsFile:
-    """A file from its bytes, if they are the weights of `state`. Raises BadWeights, and then there is no file, OSError."""
+    """A file from its bytes, if they are the weights of `state`. Raises BadWeights (and there is no file), OSError."""
     aside = path.with_name(f".aside-{path.name}")
     try:
         with aside.open("wb") as file:
@@ -144,23 +149,22 @@ def _read_header(path: Path, shapes: Shapes, dtype: Weights) -> list[Tensor]:
         header = json.loads(raw)
         header.pop("__metadata__", None)
         found = {
-            name: (CODES[entry["dtype"]], tuple(entry["shape"]), *map(int, entry["data_offsets"]))
+            name: (CODES[entry["dtype"]], Tensor(name, tuple(entry["shape"]), *map(int, entry["data_offsets"])))
             for name, entry in header.items()
         }
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise BadWeights(f"{path.name}: no safetensors header: {error!r}") from error
-    if {name: entry[:2] for name, entry in found.items()} != {name: (dtype, shape) for name, shape in shapes.items()}:
-        odd = sorted(n for n in found.keys() | shapes.keys() if found.get(n, ())[:2] != (dtype, shapes.get(n)))
+    kinds = {name: (kind, tensor.shape) for name, (kind, tensor) in found.items()}
+    if kinds != {name: (dtype, shape) for name, shape in shapes.items()}:
+        odd = sorted(n for n in kinds.keys() | shapes.keys() if kinds.get(n) != (dtype, shapes.get(n)))
         raise BadWeights(f"{path.name} is of another model or type: {len(odd)} tensors differ, the first is {odd[0]}")
-    start, width = 8 + length, WORDS[dtype]().itemsize
-    end = 0
-    for name, (_, shape, first, last) in sorted(found.items(), key=lambda item: item[1][2:]):
-        if first != end or last != first + width * math.prod(shape):
-            raise BadWeights(f"{path.name}: tensor {name[:80]} does not lie where it should")
-        end = last
+    start, width, end = 8 + length, WORDS[dtype]().itemsize, 0
+    tensors = [tensor for _, tensor in found.values()]
+    for tensor in sorted(tensors, key=lambda tensor: (tensor.begin, tensor.end)):
+        if tensor.begin != end or tensor.end != end + width * math.prod(tensor.shape):
+            raise BadWeights(f"{path.name}: tensor {tensor.name[:80]} does not lie where it should")
+        end = tensor.end
     if start + end != size:
         raise BadWeights(f"{path.name} has {size} bytes, its header says {start + end}")
-    ordered = sorted(found.items(), key=lambda item: item[0].encode())
-    return [Tensor(name, shape, start + first, start + last) for name, (_, shape, first, last) in ordered]
-
-
+    ordered = sorted(tensors, key=lambda tensor: tensor.name.encode())
+    return [Tensor(tensor.name, tensor.shape, start + tensor.begin, start + tensor.end) for tensor in ordered]

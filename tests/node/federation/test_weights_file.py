@@ -39,9 +39,7 @@ def test_the_digest_is_that_of_the_document(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["bfloat16", "float32"])
 def test_a_chain_of_changes_is_exact_and_leads_back(tmp_path: Path, kind: Any) -> None:
-    files = [
-        write_weights(weights(i, getattr(torch, kind)), tmp_path / f"{i}.safetensors", kind) for i in range(3)
-    ]
+    files = [write_weights(weights(i, getattr(torch, kind)), tmp_path / f"{i}.safetensors", kind) for i in range(3)]
     chain = [between(files[0], files[1]), between(files[1], files[2])]
     last = write_changed(files[0], [Changes(io.BytesIO(raw)) for raw in chain], tmp_path / "x", files[2].digest())
     assert load_file(last.path)["b.weight"].equal(weights(2, getattr(torch, kind))["b.weight"])
