@@ -206,7 +206,7 @@ class PolicyPuller:
             return False
         if peer == self.leader:
             self.answered_at = self._clock()
-        if self.known is None or found.issued > self.known.issued:
+        if self.known is None or _is_newer(found, self.known, by_leader=peer == self.leader):
             if self.known is None or found.head.items != self.known.head.items:
                 self._refused.clear()
             self.known = found
@@ -320,6 +320,13 @@ class PolicyPuller:
     def _mismatch(self, peer: str, piece: bytes) -> None:
         rejected = Rejected(Reason.hash_mismatch, f"sent {len(piece)} bytes of another hash than asked for")
         self._accounts.offence(rejected, peer)
+
+
+def _is_newer(found: KnownHead, known: KnownHead, *, by_leader: bool) -> bool:
+    """Of the same second, what the leader itself says now counts, or else the higher version."""
+    if found.issued != known.issued:
+        return found.issued > known.issued
+    return found.sealed != known.sealed and (by_leader or found.head.version > known.head.version)
 
 
 def _leads(records: Sequence[PolicyRecord], state: bytes) -> bool:

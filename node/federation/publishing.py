@@ -295,7 +295,7 @@ def _copying(
 ) -> Iterator[tuple[Tensor, Words]]:
     signed, kind = (np.int16, torch.bfloat16) if dtype == "bfloat16" else (np.int32, torch.float32)
     for tensor, words in tensors:
-        into[tensor.name].copy_(torch.from_numpy(words.view(signed)).view(kind).reshape(tensor.shape))
+        into[tensor.name].detach().copy_(torch.from_numpy(words.view(signed)).view(kind).reshape(tensor.shape))
         yield tensor, words
 
 

@@ -79,7 +79,7 @@ def compare(claimed: Sequence[Sequence[float] | None], computed: Sequence[Sequen
             raise Rejected(
                 Reason.logprob_mismatch, "claims a version, but gives no token ids and log-probs for its text"
             )
-        differences += [max(0.0, abs(a - b) - HALF_PRECISION * abs(a)) for a, b in zip(theirs, ours, strict=True)]
+        differences += [max(abs(a - b) - HALF_PRECISION * abs(a), 0.0) for a, b in zip(theirs, ours, strict=True)]
     worst, mean = max(differences, default=0.0), sum(differences) / max(1, len(differences))
     if not (worst <= AGREEMENT[dtype] and mean <= MEAN_AGREEMENT[dtype]):
         raise Rejected(

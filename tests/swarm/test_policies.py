@@ -389,6 +389,21 @@ async def test_a_leader_that_went_back_is_followed(place: Place) -> None:
     assert puller.have == (2, state(2))
 
 
+async def test_of_heads_of_the_same_second_the_leaders_last_word_counts(place: Place) -> None:
+    leader, made = await place.leader()
+    made.offer(1, None, WHOLE)
+    follower = await place.peer("follower", leader.identity.peer_id)
+    puller = follower.follow()
+    await until(lambda: puller.up_to_date)
+    made.signed -= 1
+    made.offer(2, 1, CHANGE)
+    await until(lambda: puller.have == (2, state(2)))
+    made.items.pop()
+    made.signed -= 1
+    made.sign()
+    await until(lambda: puller.have == (1, state(1)))
+
+
 async def test_an_older_head_changes_nothing(place: Place) -> None:
     leader, made = await place.leader()
     made.offer(1, None, WHOLE)

@@ -131,6 +131,7 @@ class FixtureView:
                     {"reward_mismatch": 3, "uninformative": 4},
                 )[i],
                 "trained": (80, 70, 9)[i],
+                "followed": (0, 65, 0)[i],
                 "last_seen": now - (1, 3, 420)[i],
             }
             for i, peer in enumerate(PEERS)
