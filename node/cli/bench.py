@@ -7,7 +7,19 @@ import click
 
 from node.cli.session import Command, Session, with_session
 
-NAMES = ("step", "rollout", "exchange", "scorer", "train", "memory", "routing", "scheduler", "drafting", "soak")
+NAMES = (
+    "step",
+    "rollout",
+    "exchange",
+    "scorer",
+    "train",
+    "memory",
+    "routing",
+    "scheduler",
+    "drafting",
+    "policy",
+    "soak",
+)
 
 
 @click.command(cls=Command)
@@ -23,7 +35,8 @@ def bench(session: Session, name: str, threads: int, minutes: float | None) -> N
     `step` against TRL, `rollout` against HF generate, `exchange` over libp2p, `scorer`: isolated scoring, `train`:
     prefix merging against plain packing, `memory`: training all weights or adapters, `routing`: rollout and training of
     a mixture of experts, with routing replay and without, `scheduler`: rollout policies on simulated engines,
-    `drafting`: sampling with guesses at next tokens and without, `soak`: two nodes left on, one ended every 10 minutes.
+    `drafting`: sampling with guesses at next tokens and without, `policy`: versions of a policy from a leader to a
+    follower, `soak`: two nodes left on, one ended every 10 minutes.
     """
     if minutes is not None and name != "soak":
         raise click.UsageError(f"--minutes is for soak; {name} ends by itself")

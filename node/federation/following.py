@@ -70,6 +70,11 @@ class Following:
         self.puller: PolicyPuller | None = None
         self.last: Pulled | None = None
 
+    @property
+    def staged(self) -> Version | None:
+        """The newest version on disk."""
+        return self._staged
+
     # -- beside the loop -------------------------------------------------------------------------------------
 
     async def run(self) -> None:

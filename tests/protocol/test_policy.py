@@ -5,6 +5,8 @@ from typing import Any
 
 import msgspec
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
 
 from protocol.envelope import Domain, seal
 from protocol.identity import Identity
@@ -74,6 +76,19 @@ def test_heads_that_are_not_believed() -> None:
     assert refused(sealed([item(2, size=0)])) is Reason.malformed
     many = [item(0, name=b"same") for _ in range(MAX_ITEMS + 1)]  # the same one compresses well
     assert refused(sealed(many)) is Reason.malformed
+
+
+@given(
+    st.binary(max_size=300)
+    | st.lists(st.integers() | st.text() | st.binary(max_size=40) | st.none()).map(lambda v: repr(v).encode())
+)
+@example(b"\x93\xc4\x20")
+def test_whatever_the_payload_the_answer_is_rejected(payload: bytes) -> None:
+    raw = seal(LEADER, Domain.policy, payload, issued=NOW, expires=NOW + 60)
+    assert refused(raw) is Reason.malformed
+    named = PolicyItem(1, None, hashlib.sha256(payload).digest(), 1, 1)
+    with pytest.raises(Rejected):
+        check_record(payload, named)
 
 
 def record(**changes: Any) -> tuple[bytes, PolicyItem]:

@@ -63,7 +63,7 @@ class World:
     def add(self, group: RolloutGroup, producer: str = "follower") -> bytes:
         digest = len(self.pool).to_bytes(32, "big")
         self.groups[digest] = group
-        self.pool.append(PoolEntry(digest, producer, (0.0, 1.0), 0.0, group.model))
+        self.pool.append(PoolEntry(digest, producer, (0.0, 1.0) * 2, 0.0, group.model))
         return digest
 
     async def choose(self) -> int:
@@ -168,7 +168,7 @@ async def test_groups_too_far_behind_are_withdrawn(lead: Lead, model: Any) -> No
     world, bundle = Pool(lead, lead.bundle), model()
     late = world.add(sampled(lead, bundle, 1) if 1 in lead.publisher.versions.values() else sampled(lead, bundle, 2))
     unknown = world.add(sampled(lead, bundle, 4))
-    world.pool[1] = PoolEntry(unknown, "follower", (0.0, 1.0), 0.0, claiming("tiny", LEADER.peer_id, b"\xee" * 32))
+    world.pool[1] = PoolEntry(unknown, "follower", (0.0, 1.0) * 2, 0.0, claiming("tiny", LEADER.peer_id, b"\xee" * 32))
     lead.trainer.step = 5
     assert world.foreign.missing() == 8
     assert {digest: rejected.reason for digest, rejected in world.withdrawn.items()} == {
