@@ -67,11 +67,16 @@ class PolicyStore:
         return digest
 
     def read(self, digest: bytes, offset: int = 0) -> bytes:
-        """From `offset` on; empty: not held, or nothing there."""
+        """From `offset` on; empty: not held, or nothing there. What is damaged is removed: others would blame us."""
+        path = self._path(digest)
         try:
-            return self._path(digest).read_bytes()[offset:]
+            found = path.read_bytes()
         except FileNotFoundError:
             return b""
+        if hashlib.sha256(found).digest() != digest:
+            path.unlink(missing_ok=True)
+            return b""
+        return found[offset:]
 
     def cut(self, blocks: Iterable[bytes], piece_bytes: int) -> tuple[int, tuple[bytes, ...]]:
         """Keep what comes in `blocks` as pieces; (bytes in all, digests)."""
@@ -89,7 +94,10 @@ class PolicyStore:
     def pieces_of(self, record: PolicyRecord) -> Iterator[bytes]:
         """In order. Raises FileNotFoundError for one that is not held."""
         for digest in record.pieces:
-            yield self._path(digest).read_bytes()
+            piece = self.read(digest)
+            if not piece:
+                raise FileNotFoundError(f"piece {digest.hex()[:12]} of version {record.version} is not there any more")
+            yield piece
 
     def open(self, record: PolicyRecord) -> "Joined":
         return Joined(self.pieces_of(record))

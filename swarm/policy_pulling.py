@@ -6,6 +6,7 @@ stays, so a pull goes on where it was, in this process or the next. What the pie
 """
 
 import asyncio
+import contextlib
 import hashlib
 import math
 import random
@@ -66,6 +67,9 @@ class Pulled:
         return self.records[-1].version
 
 
+Arrived = Callable[[Pulled], Awaitable[None]]
+
+
 class PolicyPuller:
     """A service: `run` until cancelled.
 
@@ -86,7 +90,7 @@ class PolicyPuller:
         max_bytes: int,
         request_timeout: float,
         poll_seconds: float,
-        arrived: Callable[[Pulled], Awaitable[None]],
+        arrived: Arrived,
     ) -> None:
         """`leader`: its peer id; `model`: mark of the own base model; `max_bytes`: of all that one version takes."""
         self._transport, self._store, self._accounts, self._clock = transport, store, accounts, clock
@@ -135,7 +139,7 @@ class PolicyPuller:
                 self.problem = str(why)
                 self._accounts.tell("policy", self.problem, f"the newest policy of {self.leader[-8:]}: {why}")
             except OSError as error:
-                self.problem = f"{self._store.directory} cannot be written: {error}; free some disk"
+                self.problem = f"{self._store.directory}: {error}; free some disk"
                 self._accounts.tell("policy", "disk", self.problem)
             except StoreError as error:
                 self._accounts.store_trouble(error)
@@ -154,7 +158,8 @@ class PolicyPuller:
         for item in self.known.head.items if self.known else ():
             kept.add(item.record)
             if raw := self._store.read(item.record):
-                kept.update(check_record(raw, item).pieces)
+                with contextlib.suppress(Rejected):  # of a version that was refused
+                    kept.update(check_record(raw, item).pieces)
         self._store.keep_only(kept)
 
     # -- one round -------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from node.bench.workload import spec_of
 
 LEADER, FOLLOWER = "node.bench.policy_leader", "node.bench.policy_follower"
 START_SECONDS = 300.0
-STEP_SECONDS = 600.0
+STEP_SECONDS = 1800.0
 STEPS = (0, 1, 10)
 """Updates before each of the versions."""
 

@@ -1,6 +1,7 @@
 """The following side of `shoal bench policy`: pulls every version, makes its weights and takes them over."""
 
 import asyncio
+import functools
 import sys
 import tempfile
 import time
@@ -21,7 +22,7 @@ from node.home import models_dir
 from node.loop import model_mark
 from node.models import load_model
 from swarm.policies import PolicyStore
-from swarm.policy_pulling import PolicyPuller, Pulled
+from swarm.policy_pulling import Arrived, PolicyPuller, Pulled
 
 CONNECT_SECONDS = 20.0
 POLL_SECONDS = 0.1
@@ -40,28 +41,31 @@ async def follow(spec: Mapping[str, Any], say: Say, directory: Path) -> None:
     await device.run(torch.set_num_threads, spec["threads"])
     bundle = load_model(spec["model"], device="cpu", dtype="auto", models=models_dir())
     trainer, store = FollowedPolicy(bundle, TrainConfig()), PolicyStore(directory / "policy")
-    following = Following(store, trainer, DTYPE, directory / "following.json")
 
-    async def arrived(pulled: Pulled) -> None:
-        watch = time.perf_counter()
-        await following.arrived(pulled)
-        staged, applied = following.staged, time.perf_counter()
-        assert staged is not None
-        await device.run(trainer.adopt, staged.number, staged.file.path)
-        say(
-            {
-                "at": time.time(),
-                "state": staged.state.hex()[:16],
-                "bytes_in": pulled.bytes_in,
-                "pull_seconds": pulled.seconds,
-                "apply_seconds": applied - watch,
-                "adopt_seconds": time.perf_counter() - applied,
-            }
-        )
+    def timed(take: Arrived) -> Arrived:
+        async def arrived(pulled: Pulled) -> None:
+            watch = time.perf_counter()
+            await take(pulled)
+            staged, applied = following.staged, time.perf_counter()
+            assert staged is not None
+            await device.run(trainer.adopt, staged.number, staged.file.path)
+            say(
+                {
+                    "at": time.time(),
+                    "state": staged.state.hex()[:16],
+                    "bytes_in": pulled.bytes_in,
+                    "pull_seconds": pulled.seconds,
+                    "apply_seconds": applied - watch,
+                    "adopt_seconds": time.perf_counter() - applied,
+                }
+            )
+
+        return arrived
 
     async with policy_node("follower", directory) as node:
         await node.transport.connect(spec["address"], timeout=CONNECT_SECONDS)
-        following.puller = PolicyPuller(
+        make_puller = functools.partial(
+            PolicyPuller,
             node.transport,
             store,
             node.accounts,
@@ -73,7 +77,10 @@ async def follow(spec: Mapping[str, Any], say: Say, directory: Path) -> None:
             max_bytes=1 << 30,
             request_timeout=20.0,
             poll_seconds=POLL_SECONDS,
-            arrived=arrived,
+        )
+        # what arrives is timed on its way to the one that takes it
+        following = Following(
+            store, trainer, DTYPE, directory / "following.json", lambda take: make_puller(arrived=timed(take))
         )
         running = asyncio.create_task(following.run())
         say({"ready": True})

@@ -14,7 +14,7 @@ import torch
 from node.bench.policy_node import SWARM, policy_node
 from node.bench.side import Say, serve
 from node.bench.train import grouped
-from node.bench.workload import GROUP_SIZE, NEW_TOKENS, PROMPTS
+from node.bench.workload import GROUP_SIZE, NEW_TOKENS
 from node.config_train import TrainConfig
 from node.device import Device
 from node.federation.publishing import Publisher
@@ -27,6 +27,8 @@ from protocol.policy import Weights
 from swarm.policies import PolicyServing, PolicyStore
 
 PROMPT_TOKENS = 144
+GROUPS = 2
+"""Of an update: how much AdamW changes does not depend on it."""
 DTYPE: Weights = "bfloat16"
 WAIT_SECONDS = 0.01
 
@@ -67,7 +69,7 @@ async def lead(spec: Mapping[str, Any], say: Say, directory: Path) -> None:
                 "leader": node.identity.peer_id,
                 "parameters": size,
                 "learning_rate": config.learning_rate,
-                "groups": PROMPTS,
+                "groups": GROUPS,
                 "dtype": DTYPE,
             }
         )
@@ -76,7 +78,7 @@ async def lead(spec: Mapping[str, Any], say: Say, directory: Path) -> None:
             for _ in range(json.loads(line)["steps"]):
                 # the seed is the shape: one token more makes other groups
                 case = grouped(PROMPT_TOKENS + trainer.step, NEW_TOKENS, GROUP_SIZE, vocabulary=bundle.vocabulary_size)
-                await device.run(trainer.update, Batch(trainer.step + 1, case.groups))
+                await device.run(trainer.update, Batch(trainer.step + 1, case.groups[:GROUPS]))
             began_at = time.time()
             await publisher.offer(trainer, device)
             while publisher.last is None or publisher.last.version != trainer.step:  # noqa: ASYNC110 - it has no event

@@ -27,7 +27,7 @@ from node.summary import summarise
 from protocol.policy import Weights, claiming
 from swarm.experience import StoreError
 from swarm.policies import PolicyStore
-from swarm.policy_pulling import PolicyPuller, Pulled
+from swarm.policy_pulling import Arrived, PolicyPuller, Pulled
 
 if TYPE_CHECKING:
     from node.loop import Parts
@@ -59,15 +59,24 @@ class Version:
 class Following:
     """What a follower does in place of training. Used from the loop's task; `puller` runs beside it."""
 
-    def __init__(self, store: PolicyStore, trainer: FollowedPolicy, dtype: Weights, position: Path) -> None:
+    def __init__(
+        self,
+        store: PolicyStore,
+        trainer: FollowedPolicy,
+        dtype: Weights,
+        position: Path,
+        make_puller: Callable[[Arrived], PolicyPuller],
+    ) -> None:
         self._store, self._trainer, self._dtype, self._position_path = store, trainer, dtype, position
         self._shapes: Shapes = {name: tuple(p.shape) for name, p in trainer.model.named_parameters()}
         self._present: Version | None = None
         """What the model has."""
+        self._loading: Version | None = None
+        """What it is about to have."""
         self._staged: Version | None = None
         """The newest on disk."""
         self._rounds = 0
-        self.puller: PolicyPuller | None = None
+        self.puller = make_puller(self.arrived)
         self.last: Pulled | None = None
 
     @property
@@ -79,13 +88,11 @@ class Following:
 
     async def run(self) -> None:
         """Learn of new versions and have them on disk, until cancelled."""
-        assert self.puller is not None
         await asyncio.to_thread(self._store.verify)
         await self.puller.run()
 
     async def arrived(self, pulled: Pulled) -> None:
         """Make a file of what was pulled. Raises OSError."""
-        assert self.puller is not None
         try:
             staged = await asyncio.to_thread(self._write, pulled)
         except (BadWeights, BadChanges) as problem:
@@ -127,7 +134,6 @@ class Following:
         if self._staged is None:
             weights = await parts.device.run(self._trainer.snapshot, self._dtype)
             self._staged = await asyncio.to_thread(self._write_base, weights)
-        assert self.puller is not None
         self.puller.have = self._staged.number, self._staged.state
         self.puller.recall()
         try:
@@ -174,29 +180,27 @@ class Following:
     def model_name(self, name: str) -> str:
         """A group's `model`, with the version that sampled it."""
         assert self._present is not None
-        assert self.puller is not None
         return claiming(name, self.puller.leader, self._present.state)
 
     async def _take_up(self, p: "Parts") -> None:
         staged = self._staged
         if staged is None or staged is self._present:
             return
+        self._loading = staged
         async with p.progress.during("weights"):
             await p.device.run(self._trainer.adopt, staged.number, staged.file.path)
             await p.engine.update_weights(staged.number)
         if self._present is not None:
             log.info("version %d of the policy is taken up", staged.number)
-        self._present = staged
+        self._present, self._loading = staged, None
         self._tidy()
 
     @property
     def _leads(self) -> bool:
         """Whether the present weights are the leader's, and not only the base model's."""
-        assert self.puller is not None
         return self._present is not None and (self._present.number > 0 or self.puller.up_to_date)
 
     def _say(self, p: "Parts") -> None:
-        assert self.puller is not None
         puller, now = self.puller, p.clock()
         who = f"…{puller.leader[-8:]}"
         meanwhile = f"; practising with version {p.trainer.step} of its policy" if self._leads else ""
@@ -240,8 +244,8 @@ class Following:
         return Version(0, state, WeightsFile(path, self._shapes, self._dtype))
 
     def _tidy(self) -> None:
-        """Keep the weights that the model has and the newest, and no others."""
-        kept = {version.file.path for version in (self._present, self._staged) if version is not None}
+        """Keep the weights that the model has or is about to have and the newest, and no others."""
+        kept = {one.file.path for one in (self._present, self._loading, self._staged) if one is not None}
         for path in self._files():
             if path not in kept:
                 path.unlink(missing_ok=True)

@@ -1,5 +1,7 @@
 """Makes what a leader and a follower have besides other nodes, from the settings."""
 
+import functools
+
 from node.federation.followed import FollowedPolicy
 from node.federation.followers import Followers
 from node.federation.following import Following
@@ -45,9 +47,9 @@ def make_following(parts: Parts, home: Home) -> Following | None:
         return None
     assert isinstance(p.trainer, FollowedPolicy)
     store = PolicyStore(home.policies / settings.follow)
-    following = Following(store, p.trainer, settings.dtype, home.path / "following.json")
     size = sum(weight.numel() for weight in p.bundle.model.parameters())
-    following.puller = PolicyPuller(
+    make_puller = functools.partial(
+        PolicyPuller,
         p.exchange.transport,
         store,
         p.exchange.accounts,
@@ -59,7 +61,9 @@ def make_following(parts: Parts, home: Home) -> Following | None:
         max_bytes=3 * 4 * size + SPARE_BYTES,
         request_timeout=p.config.network.request_timeout,
         poll_seconds=settings.poll_seconds,
-        arrived=following.arrived,
+    )
+    following = Following(
+        store, p.trainer, settings.dtype, home.path / "following.json", lambda arrived: make_puller(arrived=arrived)
     )
     PolicyServing(store, settings.follow, p.exchange.accounts, p.clock).serve_on(p.exchange.transport)
     return following

@@ -152,7 +152,8 @@ class Publisher:
         try:
             made = await asyncio.to_thread(self._write, version, weights)
             self._sign()
-        except (OSError, ValueError) as error:  # a full disk: the policy goes on without being published
+        except (OSError, ValueError, Rejected, BadWeights) as error:  # a full disk, or damaged: training goes on
+            self._last = None  # what is there is looked at before it is built on
             self._tell("error", f"version {version} of the policy is not published: {error}")
             return
         sizes = {item.base is None: item.size for item in made}

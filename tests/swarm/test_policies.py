@@ -468,6 +468,12 @@ async def test_what_is_not_held_and_what_is_too_much(place: Place) -> None:
     piece = msgspec.msgpack.encode(PieceRequest(record.pieces[0], 10))
     assert await leader.serving.piece("peer", piece) == WHOLE[10:PIECE]
     assert await leader.serving.piece("peer", msgspec.msgpack.encode(PieceRequest(b"x" * 32))) == b""
+    damaged = leader.store.directory / "pieces" / record.pieces[1].hex()
+    damaged.write_bytes(b"x" * PIECE)
+    assert await leader.serving.piece("peer", msgspec.msgpack.encode(PieceRequest(record.pieces[1]))) == b""
+    assert not damaged.exists()
+    with pytest.raises(FileNotFoundError):
+        list(leader.store.pieces_of(record))
     past = msgspec.msgpack.encode(PieceRequest(record.pieces[0], 2**63 - 1))
     assert await leader.serving.piece("peer", past) == b""
     leader.serving._allowance = Allowance(1000.0, 1000.0, time.time)

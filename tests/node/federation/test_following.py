@@ -59,11 +59,14 @@ class Follow:
         self.experience = ExperienceStore(path / "follower.db", 1 << 20, time.time)
         accounts = Accounts(self.transport, Reputation(self.experience, time.time), time.time, lambda kind, said: None)
         store, self.trainer = PolicyStore(path / "follower"), FollowedPolicy(bundle, TrainConfig())
-        self.following = Following(store, self.trainer, dtype, path / "following.json")
-        self.following.puller = self.puller = PolicyPuller(
-            self.transport, store, accounts, time.time, leader=LEADER.peer_id, swarm=SWARM, model="mark", dtype=dtype,
-            max_bytes=64 << 20, request_timeout=2.0, poll_seconds=0.1, arrived=self.following.arrived,
+        self.following = Following(
+            store, self.trainer, dtype, path / "following.json",
+            lambda arrived: PolicyPuller(
+                self.transport, store, accounts, time.time, leader=LEADER.peer_id, swarm=SWARM, model="mark",
+                dtype=dtype, max_bytes=64 << 20, request_timeout=2.0, poll_seconds=0.1, arrived=arrived,
+            ),
         )  # fmt: skip
+        self.puller = self.following.puller
         self.directory, self.device = store.directory, Device()
         history = SimpleNamespace(record_step=lambda step, record: None)
         self.parts: Any = SimpleNamespace(
@@ -238,6 +241,37 @@ async def test_weights_that_are_not_finite_are_not_taken_up(place: Place, make_l
     lead.update(3)
     await lead.publish()
     await follower.at(3)
+    assert follower.same(lead)
+
+
+async def test_a_version_that_comes_while_another_is_loaded_takes_nothing_away(
+    place: Place, make_lead: MakeLead, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lead = make_lead()
+    await lead.publish()
+    await place.serve(lead)
+    follower = await place.follow()
+    adopt, paths = follower.trainer.adopt, list[Path]()
+
+    def slowly(version: int, path: Path) -> None:
+        deadline = time.monotonic() + 20
+        while version == 1 and follower.puller.have[0] != 2:  # type: ignore[index]
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        paths.append(path)
+        adopt(version, path)
+
+    monkeypatch.setattr(follower.trainer, "adopt", slowly)
+    lead.update(1)
+    await lead.publish()
+    deadline = time.monotonic() + 20
+    while follower.puller.have[0] != 1:  # type: ignore[index]
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.01)
+    lead.update(2)
+    await lead.publish()
+    await follower.at(2)
+    assert [path.name.split("-")[1] for path in paths] == ["1", "2"]
     assert follower.same(lead)
 
 
