@@ -110,6 +110,38 @@ class SwarmConfig(Section):
         return self
 
 
+class FederationConfig(Section):
+    """Policies between nodes of the same base model: a leader publishes, followers sample for it."""
+
+    publish: bool = Field(False, description="offer every version of this node's policy to followers")
+    publish_every: int = Field(1, ge=1, le=10_000, description="updates between two published versions")
+    whole_every: int = Field(
+        16, ge=1, le=20, description="published versions between two wholes; the others are what changed only"
+    )
+    follow: str = Field(
+        "",
+        pattern=r"^(12D3KooW[1-9A-HJ-NP-Za-km-z]{44})?$",
+        description="peer id of a leader of the same base model: take its policy, train nothing, send it groups",
+    )
+    poll_seconds: float = Field(2.0, ge=0.1, le=3600, description="how often a follower asks for a newer version")
+    dtype: Literal["bfloat16", "float32"] = Field(
+        "bfloat16", description="type of the published weights; the same at leader and followers"
+    )
+    staleness: int = Field(4, ge=0, le=16, description="versions that a follower's group may be behind")
+    spot_check: float = Field(
+        0.1, ge=0, le=1, description="share of followers' groups whose log-probs are computed again before use"
+    )
+
+    @model_validator(mode="after")
+    def one_side(self) -> "FederationConfig":
+        if self.publish and self.follow:
+            raise ValueError(
+                "federation.publish and federation.follow are both set, and a follower has no policy of its own; set "
+                "federation.publish to false, or federation.follow to nothing"
+            )
+        return self
+
+
 class NetworkConfig(Section):
     listen: Annotated[str, AfterValidator(listened)] = Field(
         "/ip4/0.0.0.0/tcp/0",
@@ -181,6 +213,7 @@ AT_ONCE: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "rollout": ("group_size", "temperature", "max_new_tokens"),
         "train": tuple(name for name in TrainConfig.model_fields if name not in TRAIN_AT_START),
         "swarm": tuple(name for name in SwarmConfig.model_fields if name != "join"),
+        "federation": ("staleness", "spot_check"),
         "eval": tuple(EvalConfig.model_fields),
         "checkpoint": tuple(CheckpointConfig.model_fields),
         "limits": (
@@ -211,6 +244,7 @@ class Config(Section):
     engine: EngineConfig = EngineConfig()
     train: TrainConfig = TrainConfig()
     swarm: SwarmConfig = SwarmConfig()
+    federation: FederationConfig = FederationConfig()
     network: NetworkConfig = NetworkConfig()
     web: WebConfig = WebConfig()
     eval: EvalConfig = EvalConfig()
@@ -235,5 +269,15 @@ class Config(Section):
             raise ValueError(
                 "engine.transfer = nccl sends whole weights, and train.lora_rank trains adapters only; set "
                 "engine.transfer to files"
+            )
+        if self.train.lora_rank and (self.federation.publish or self.federation.follow):
+            raise ValueError(
+                "federation.publish and federation.follow are for whole weights, and train.lora_rank trains adapters; "
+                "set train.lora_rank to 0"
+            )
+        if self.federation.follow and self.rollout.policy != "synchronous":
+            raise ValueError(
+                f"rollout.policy = {self.rollout.policy} goes on with a sample under newer weights, and a follower's "
+                "groups are of one version each; set rollout.policy to synchronous"
             )
         return self

@@ -23,6 +23,7 @@ from node.engines.agreement import check_agreement
 from node.engines.choose import make_engines
 from node.engines.transformers import TransformersEngine
 from node.engines.vllm import VllmEngine
+from node.federation.parts import make_following, make_leading
 from node.hardware import Setup, prepare
 from node.history import History
 from node.holding import Holding
@@ -52,7 +53,7 @@ from protocol.assignment import held_out_task
 from protocol.invite import Invite
 from protocol.manifest import Manifest, check_local_limits
 from swarm.directory import list_in_directory
-from swarm.exchange import Exchange
+from swarm.exchange import POOL_TARGET, Exchange
 from swarm.experience import ExperienceStore
 from swarm.libp2p_transport import Libp2pTransport
 from swarm.peers import Discovery
@@ -234,7 +235,8 @@ class Daemon:
         self.scorer = make_scorer(manifest.environments, self.config.limits)
         async with self.progress.during("load"):
             engines, parts = await self._make_parts(manifest, self.scorer)
-        self.loop = Loop(parts)
+        leading, following = make_leading(parts, self.identity, self.home), make_following(parts, self.home)
+        self.loop = Loop(parts, leading, following)
         self.loop.change(self.config)  # it may have changed since the parts were made
         self.holding.steer(self.loop)
         self.exchange = parts.exchange
@@ -242,6 +244,10 @@ class Daemon:
         if self.rounds is not None:
             services.create_task(self._told(self.rounds.run()), name="rounds")
         await self.loop.recover()
+        if leading is not None:
+            services.create_task(self._told(leading.publisher.run()), name="policy")
+        if following is not None:
+            services.create_task(self._told(following.run()), name="policy")
         for engine in engines:
             await self._start_engine(engine, parts)
         await self.loop.run(steps)
@@ -299,7 +305,7 @@ class Daemon:
             starting.cancel()
         self.bundle, self.engine = bundle, setup.choice.why
         self.history.event("info", "engine", self.engine)
-        self.trainer = trainer = await self.device.run(
+        trainer = self.trainer = await self.device.run(
             functools.partial(make_trainer, bundle, config, self.home, seconds=lambda: self.progress.deadline)
         )
         if isinstance(trainer, ShardedTrainer):
@@ -322,6 +328,7 @@ class Daemon:
             self.clock,
             heal_seconds=config.network.heal_seconds,
             request_timeout=config.network.request_timeout,
+            pool_target=0 if config.federation.follow else POOL_TARGET,
             seed=config.node.seed,
             on_event=lambda kind, message: self.history.event("info", kind, message),
             following=self.rounds.following if self.rounds else None,
@@ -370,7 +377,9 @@ class Daemon:
 
     def _goodbye(self, code: int) -> None:
         """Say what is saved, and close the files."""
-        if self.loop is None or self.loop.saved is None:
+        if self.loop is not None and self.loop.following is not None:
+            said = f"stopped at version {self.loop.parts.trainer.step} of the policy that it follows, which is kept"
+        elif self.loop is None or self.loop.saved is None:
             said = "stopped before training began; what was saved before is untouched"
         else:
             saved, base = self.loop.saved, self.loop.parts.checkpoints.base

@@ -1,31 +1,37 @@
 """The foreign groups of a step: how many there are, and which of them are mixed in."""
 
 import logging
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from node.rollouts import Rollout, from_group
 from node.scorer import ScorerError
 from node.selection import ForeignShare
 from swarm.experience import StoreError, UnknownGroup
+from swarm.records import PoolEntry
 
 if TYPE_CHECKING:
+    from node.federation.followers import Followers
     from node.loop import Parts
 
 log = logging.getLogger(__name__)
 
 
 class ForeignGroups:
-    """Peers' groups for this node's updates. Used from the loop's task."""
+    """Peers' groups for this node's updates. Used from the loop's task.
 
-    def __init__(self, parts: "Parts") -> None:
-        self.parts = parts
+    `followers`, where this node's policy is published, judges those that were sampled with it.
+    """
+
+    def __init__(self, parts: "Parts", followers: "Followers | None" = None) -> None:
+        self.parts, self.followers = parts, followers
         self.share = ForeignShare(parts.config.swarm.foreign_groups)
 
     def missing(self) -> int:
         """How many of J there are no groups for."""
         p = self.parts
         available = p.sampler.available(
-            p.store.pool(p.clock()),
+            self._pool(),
             self._wanted(),
             max_uses=p.config.swarm.max_group_uses,
             max_producer_share=self._producer_share(),
@@ -38,7 +44,7 @@ class ForeignGroups:
         swarm = p.config.swarm
         async with p.progress.during("mix"):
             chosen = p.sampler.choose(
-                p.store.pool(p.clock()),
+                self._pool(),
                 self._wanted(),
                 max_uses=swarm.max_group_uses,
                 max_producer_share=self._producer_share(),
@@ -46,21 +52,33 @@ class ForeignGroups:
             )
             rollouts = []
             for entry in chosen:
-                use_behaviour = swarm.foreign_ratio == "behaviour"
+                followed = self._followed(entry)
+                use_behaviour = followed or swarm.foreign_ratio == "behaviour"
                 try:
                     group = p.store.group_body(entry.digest)
                     rollout = await from_group(group, entry.rewards, p.bundle, p.scorer, use_behaviour=use_behaviour)
                 except (UnknownGroup, ScorerError) as problem:  # evicted since it was chosen, or no task to be had
                     p.history.event("warning", "mix", f"foreign group left out: {problem}")
                 else:
-                    rollouts.append(rollout)
-                    if p.rounds is not None:
-                        p.rounds.trained[entry.producer] += 1
-            try:
-                p.store.mark_used([entry.digest for entry in chosen])
-            except StoreError as error:  # a full disk: the sampler counts the uses too
-                log.error("uses of foreign groups are not counted: %s", error)
-            return rollouts
+                    rollouts.append((entry, rollout))
+        if self.followers is not None:
+            rollouts = await self.followers.checked(rollouts)
+        if p.rounds is not None:
+            p.rounds.trained.update(entry.producer for entry, _ in rollouts)
+        followers = [entry.digest for entry, _ in rollouts if self._followed(entry)]
+        try:
+            p.store.mark_used([entry.digest for entry in chosen], followers)
+        except StoreError as error:  # a full disk: the sampler counts the uses too
+            log.error("uses of foreign groups are not counted: %s", error)
+        return [rollout for _, rollout in rollouts]
+
+    def _pool(self) -> Sequence[PoolEntry]:
+        pool = self.parts.store.pool(self.parts.clock())
+        return pool if self.followers is None else self.followers.fresh(pool)
+
+    def _followed(self, entry: PoolEntry) -> bool:
+        """Whether a version of this node's own policy sampled it."""
+        return self.followers is not None and self.followers.version_of(entry) is not None
 
     def _wanted(self) -> int:
         """J as it is now."""

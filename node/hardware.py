@@ -294,17 +294,22 @@ def plan_memory(
     own, width, train = shape.parameters, dtype.itemsize, config.train
     trained = shape.adapters(train) if train.lora_rank else own
     always = [("weights", own * width)]
+    if config.federation.publish:
+        always.append(("spot checks", own * width))
     if train.lora_rank:
         always.append(("adapters", trained * width))
-    if width < 4:
+    if config.federation.follow:
+        trained = 0
+    if width < 4 and trained:
         always.append(("32-bit adapters" if train.lora_rank else "32-bit weights", trained * 4))
-    always.append(("optimizer", trained * MOMENT_BYTES[train.optimizer]))
+    if trained:
+        always.append(("optimizer", trained * MOMENT_BYTES[train.optimizer]))
     if train.kl_coefficient > 0 and not train.lora_rank:
         always.append(("reference", own * width))
     if teacher is not None:
         always.append(("teacher", teacher.parameters * width))
-    update = [("gradients", trained * 4)]
-    if kept := shape.activations(train):
+    update = [("gradients", trained * 4)] if trained else []
+    if trained and (kept := shape.activations(train)):
         update.append(("activations", kept * width))
     return _plan(config, machine, choice, always, update, _for_rollouts(config, shape, choice, width))
 

@@ -114,6 +114,7 @@ class Home:
         self.port_path = self.path / "listen.port"
         self.listed_path = self.path / "listed"
         self.checkpoints = self.path / "checkpoints"
+        self.policies = self.path / "policies"
         self.logs = self.path / "logs"
         self.log_path = self.logs / "node.log"
         self.restoring = self.path / ".restore"

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Literal, Protocol
 import msgspec
 
 if TYPE_CHECKING:
+    import torch
+
     from node.config_train import TrainConfig  # at run time pydantic would cost the scorer process its start
 
 FinishReason = Literal["stop", "length", "aborted"]
@@ -270,6 +272,9 @@ class Trainer(Protocol):
 
     def export(self, directory: Path) -> None:
         """Write only what inference needs: a directory `from_pretrained` loads."""
+
+    def snapshot(self, dtype: Literal["float32", "bfloat16"]) -> "Mapping[str, torch.Tensor]":
+        """A copy of all weights by name in main memory, in that type, as they are computed with now."""
 
     def memory(self) -> Mapping[str, int]:
         """Bytes held, by kind: weights, gradients, optimizer."""

@@ -17,6 +17,8 @@ from typing import Any
 from node.checkpoint import CheckpointError, CheckpointStore
 from node.config import Config
 from node.device import Device
+from node.federation.following import Following
+from node.federation.leading import Leading
 from node.foreign_groups import ForeignGroups
 from node.held_out import Evaluations
 from node.history import History
@@ -84,11 +86,14 @@ class Parts:
 
 
 class Loop:
-    """Steps of one node. `run` returns when the step goal is reached or a stop was asked for."""
+    """Steps of one node. `run` returns when the step goal is reached or a stop was asked for.
 
-    def __init__(self, parts: Parts) -> None:
-        self.parts = parts
-        self.own, self.foreign = OwnGroups(parts), ForeignGroups(parts)
+    `leading`: its policy is published for followers. `following`: it takes another's policy, and trains nothing.
+    """
+
+    def __init__(self, parts: Parts, leading: Leading | None = None, following: Following | None = None) -> None:
+        self.parts, self.leading, self.following = parts, leading, following
+        self.own, self.foreign = OwnGroups(parts), ForeignGroups(parts, leading.followers if leading else None)
         self.evaluations = Evaluations(parts, self.foreign.share.judge)
         self.saved: int | None = None
         """The step that the next start will reach; None until that is known."""
@@ -116,6 +121,10 @@ class Loop:
     async def _recover(self) -> None:
         """Newest good checkpoint, then the journalled updates after it."""
         p = self.parts
+        if self.following is not None:
+            async with p.progress.during("recover"):
+                p.history.event("info", "resume", await self.following.recover(p, self.own))
+            return
         async with p.progress.during("recover"):
             recovery = await p.device.run(p.checkpoints.latest)
             records = recovery.records
@@ -138,6 +147,7 @@ class Loop:
         if recovery.directory is not None or records:
             said = f"continues after step {p.trainer.step}"
             p.history.event("info", "resume", f"{said}, {kept}" if kept else said)
+        await self._offer()
 
     async def run(self, steps: int | None) -> None:
         """Train until `steps` updates are done in all (None: for ever). Raises what is nobody's to catch here."""
@@ -217,6 +227,9 @@ class Loop:
 
     async def step(self) -> None:
         p = self.parts
+        if self.following is not None:
+            await self.following.step(p, self.own, self._share)
+            return
         p.progress.stages.clear()
         started, step = p.clock(), p.trainer.step + 1
         self._say_state()
@@ -240,6 +253,7 @@ class Loop:
         record = JournalRecord(step, batch, self.state(), summary, p.config.train.model_dump(mode="json"))
         await self._journal(record)
         await self._apply(record)
+        await self._offer()
         log.info("%s", in_words(step, summary, p.progress.stages["update"]))
 
         if p.config.eval.every and step % p.config.eval.every == 0:
@@ -250,8 +264,9 @@ class Loop:
     def _share(self, own: Sequence[Rollout]) -> None:
         """Hand own groups to the exchange, which never waits for the network."""
         p = self.parts
+        model = p.bundle.name if self.following is None else self.following.model_name(p.bundle.name)
         for rollout in own:
-            group = to_group(rollout, epoch=rollout.epoch, bundle=p.bundle)
+            group = to_group(rollout, epoch=rollout.epoch, bundle=p.bundle, model=model)
             try:
                 p.exchange.publish(group, [score.all_parts for score in rollout.scores])
             except (Rejected, StoreError) as refused:
@@ -304,6 +319,13 @@ class Loop:
         except StoreError as error:  # the journal has the step; only its line in the history is missing
             log.error("step %d is not in the history: %s", record.step, error)
 
+    async def _offer(self) -> None:
+        """Give the present weights out, where they are published. What takes time happens beside the loop."""
+        p = self.parts
+        if self.leading is not None:
+            async with p.progress.during("publish"):
+                await self.leading.publisher.offer(p.trainer, p.device)
+
     # -- beside the line -------------------------------------------------------------------------------------
 
     def _checkpoint_is_due(self) -> bool:
@@ -315,6 +337,8 @@ class Loop:
     async def checkpoint(self) -> None:
         """Write a full checkpoint. A full disk costs the checkpoint, not the training: the journal goes on."""
         p = self.parts
+        if self.following is not None:  # its weights are on disk as they came
+            return
         async with p.progress.during("checkpoint"):
             try:
                 await p.device.run(p.checkpoints.save, p.trainer.step, p.trainer.save, self.state())

@@ -20,6 +20,11 @@ def oddities(config: Config) -> list[str]:
         said.append("train.kl_in = reward does nothing while train.kl_coefficient is 0")
     if train.kl_coefficient > 0 and train.kl_estimator == "k1" and train.kl_in == "loss":
         said.append("train.kl_estimator = k1 measures the KL and does not pull; k2, k3 and k3+ do")
+    if config.federation.publish and config.swarm.foreign_groups == 0:
+        said.append(
+            "federation.publish gives followers the policy, and swarm.foreign_groups = 0 takes none of their groups; "
+            "set it to as many as an update is to have"
+        )
     if (
         train.foreign_negatives == "truncated"
         and config.swarm.foreign_ratio == "self"

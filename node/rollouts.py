@@ -153,12 +153,12 @@ async def sample(
     )
 
 
-def to_group(rollout: Rollout, *, epoch: int, bundle: ModelBundle) -> RolloutGroup:
-    """The wire form of an own rollout."""
+def to_group(rollout: Rollout, *, epoch: int, bundle: ModelBundle, model: str = "") -> RolloutGroup:
+    """The wire form of an own rollout. `model`: what it says of the model, if not its name."""
     return RolloutGroup(
         epoch=epoch,
         task=rollout.ref,
-        model=bundle.name[:64],
+        model=(model or bundle.name)[:64],
         tokenizer=bundle.fingerprint,
         policy_version=min(sample.version for sample in rollout.samples),
         completions=tuple(

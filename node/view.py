@@ -79,7 +79,12 @@ class DaemonView:
             "held_by": progress.hold.by if progress.hold else None,
             "resumes_at": progress.hold.resumes_at if progress.hold else None,
             "trained_today_seconds": node.holding.trained_today,
-            "groups": {**exchange, "trained_foreign": node.history.trained_foreign()},
+            "policy_version": _policy_version(node),
+            "groups": {
+                **exchange,
+                "trained_foreign": node.history.trained_foreign(),
+                "trained_followers": node.store.peers.credited(),
+            },
         }
 
     def steps(self, after: int, limit: int) -> Sequence[Mapping[str, Json]]:
@@ -181,6 +186,8 @@ class DaemonView:
             "shoal_uptime_seconds": status["uptime"],
             **{f'shoal_held{{by="{by}"}}': float(status["held_by"] == by) for by in get_args(Holder)},
             "shoal_trained_foreign_total": status["groups"]["trained_foreign"],
+            "shoal_trained_followers_total": status["groups"].get("trained_followers"),
+            "shoal_policy_version": status["policy_version"],
             "shoal_network_bytes_in_total": stats.bytes_in,
             "shoal_network_bytes_out_total": stats.bytes_out,
             "shoal_network_dropped_events_total": stats.dropped_events,
@@ -222,3 +229,12 @@ class DaemonView:
 
     def stop(self) -> None:
         self.node.request_stop()
+
+
+def _policy_version(node: "Daemon") -> int | None:
+    """Of the policy that this node publishes or follows."""
+    if node.loop is None:
+        return None
+    if node.loop.leading is not None:
+        return node.loop.leading.publisher.version
+    return node.loop.parts.trainer.step if node.loop.following is not None else None

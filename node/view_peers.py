@@ -50,6 +50,7 @@ def peers_page(node: "Daemon", offset: int, limit: int, *, sort: str, descending
                 "published": counts.pop("announced", 0),
                 "admitted": counts.pop("admitted", 0),
                 "trained": counts.pop("trained", 0),
+                "followed": counts.pop("followed", 0),
                 "rejected": counts,
                 "last_seen": record.last_seen,
             }

@@ -39,6 +39,7 @@ class Domain(IntEnum):
     announcement = 2
     round = 3
     listing = 5
+    policy = 8
 
 
 class _Envelope(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):

@@ -26,6 +26,8 @@ class Reason(StrEnum):
     scorer_failed = "scorer_failed"
     over_budget = "over_budget"
     uninformative = "uninformative"
+    stale_policy = "stale_policy"
+    logprob_mismatch = "logprob_mismatch"
 
 
 class Rejected(Exception):

@@ -18,7 +18,7 @@ from protocol.identity import Identity
 from protocol.manifest import Manifest
 from protocol.messages import Announcement, announce_topic, rounds_topic
 from protocol.rollout import RolloutGroup
-from protocol.rules import check_group
+from protocol.rules import Rejected, check_group
 from swarm.access import Access
 from swarm.accounts import Accounts
 from swarm.admission import Admission, Rescore, ScoringUnavailable, UnknownEnvironment
@@ -38,6 +38,8 @@ __all__ = ["Exchange", "FetchFailed", "ScoringUnavailable", "UnknownEnvironment"
 
 PULLERS = 4
 HEALERS = 2
+POOL_TARGET = 32
+"""Admitted groups that are kept ahead of the loop; who trains nothing wants none."""
 MAX_OUTBOX = 256
 MAX_SHARDS = 4
 """Announcement topics followed, where the manifest has more."""
@@ -66,7 +68,7 @@ class Exchange:
         *,
         heal_seconds: float = 15.0,
         request_timeout: float = 20.0,
-        pool_target: int = 32,
+        pool_target: int = POOL_TARGET,
         seed: int = 0,
         environments: Collection[tuple[str, str]] | None = None,
         on_event: Callable[[str, str], None] = lambda kind, message: None,
@@ -81,7 +83,7 @@ class Exchange:
         self.reputation = Reputation(store, clock)
         self._following, self._access = following, access
         self._rounds_topic = rounds_topic(manifest.digest)
-        self._accounts = Accounts(transport, self.reputation, clock, on_event)
+        self.accounts = Accounts(transport, self.reputation, clock, on_event)
         self._gate = AnnouncementGate(manifest, clock, banned=self._barred)
         admission = Admission(store, manifest, rescore, clock, environments=self._environments, banned=self._barred)
         self._puller = Puller(
@@ -89,7 +91,7 @@ class Exchange:
             store,
             manifest,
             admission,
-            self._accounts,
+            self.accounts,
             clock,
             request_timeout=request_timeout,
             pool_target=pool_target,
@@ -100,7 +102,7 @@ class Exchange:
             identity.peer_id,
             store,
             manifest,
-            self._accounts,
+            self.accounts,
             self._puller.want,
             clock,
             environments=self._environments,
@@ -110,7 +112,7 @@ class Exchange:
             transport,
             store,
             manifest,
-            self._accounts,
+            self.accounts,
             clock,
             self._hearing.hear,
             heal_seconds=heal_seconds,
@@ -120,7 +122,7 @@ class Exchange:
         self._serving = Serving(
             store,
             manifest,
-            self._accounts,
+            self.accounts,
             clock,
             refused=access.refused if access else lambda peer: False,
             banned=self._barred,
@@ -181,7 +183,7 @@ class Exchange:
         with self.store.transaction():
             self.store.add(record, body)
             self._hearing.remember(announcement, me, sealed, opened.expires)
-        self._accounts.counters.published += 1
+        self.accounts.counters.published += 1
         self._post(sealed)
         self._provide(opened.digest)
         return opened.digest
@@ -192,10 +194,16 @@ class Exchange:
 
     def counters(self) -> dict[str, Any]:
         """`Counters` as JSON values."""
-        counters = self._accounts.counters
+        counters = self.accounts.counters
         counters.dropped_announcements, counters.dropped_wanted = self._gate.dropped, self._puller.wanted.dropped
         counters.turned_away = self._serving.turned_away
         return asdict(counters)
+
+    def withdraw(self, digest: bytes, producer: str, rejected: Rejected) -> None:
+        """An admitted group is not to be trained on after all. Raises StoreError."""
+        with self.store.transaction():
+            self.store.overrule(digest, str(rejected.reason), rejected.detail)
+            self.accounts.offence(rejected, producer)
 
     # -- the service -----------------------------------------------------------------------------------------
 
@@ -203,7 +211,7 @@ class Exchange:
         """Serve and exchange until cancelled. The transport has been started. Raises StoreError at start only."""
         self._serving.serve_on(self.transport)
         for peer in self.reputation.banned():
-            self._accounts.refuse(peer)
+            self.accounts.refuse(peer)
         self._hearing.want_again()
         own_shard = self.manifest.shard_of(self._identity.peer_id)
         for i in range(min(self.manifest.shards, MAX_SHARDS)):
@@ -239,12 +247,12 @@ class Exchange:
                 elif isinstance(event, PeerConnected):
                     self._greet(event.peer)
             except StoreError as error:
-                self._accounts.store_trouble(error)
+                self.accounts.store_trouble(error)
             await asyncio.sleep(0)  # a full queue must not keep the loop to itself
 
     def _greet(self, peer: str) -> None:
         if self.reputation.is_banned(peer):
-            self._accounts.refuse(peer)
+            self.accounts.refuse(peer)
             return
         if self._following is not None:
             self._following.met(peer)
@@ -259,25 +267,25 @@ class Exchange:
             await asyncio.sleep(DRAIN_SECONDS)
             try:
                 for rejected, peers in self._gate.drain():
-                    self._accounts.offence(rejected, *peers)
+                    self.accounts.offence(rejected, *peers)
             except StoreError as error:
-                self._accounts.store_trouble(error)
+                self.accounts.store_trouble(error)
 
     async def _tidy(self) -> None:
         while True:
             await asyncio.sleep(TIDY_SECONDS)
             try:
                 self.store.tidy()
-                self._accounts.lift_bans()
+                self.accounts.lift_bans()
             except StoreError as error:
-                self._accounts.store_trouble(error)
+                self.accounts.store_trouble(error)
 
     # -- sending ---------------------------------------------------------------------------------------------
 
     def _post(self, sealed: bytes) -> None:
         if self._outbox.full():
             self._outbox.get_nowait()
-            self._accounts.counters.dropped_outbox += 1
+            self.accounts.counters.dropped_outbox += 1
         self._outbox.put_nowait(sealed)
 
     async def _send(self, topic: str) -> None:
@@ -287,12 +295,12 @@ class Exchange:
                 async with asyncio.timeout(self._timeout):
                     await self.transport.publish(topic, sealed)
             except (TransportError, TimeoutError):
-                self._accounts.counters.dropped_outbox += 1
+                self.accounts.counters.dropped_outbox += 1
 
     def _provide(self, digest: bytes) -> None:
         if self._to_provide.full():
             self._to_provide.get_nowait()
-            self._accounts.counters.dropped_provides += 1
+            self.accounts.counters.dropped_provides += 1
         self._to_provide.put_nowait(digest)
 
     async def _provide_all(self) -> None:
@@ -303,7 +311,7 @@ class Exchange:
                 async with asyncio.timeout(self._timeout):
                     await self.transport.provide(digest)
             except (TransportError, TimeoutError):
-                self._accounts.counters.dropped_provides += 1
+                self.accounts.counters.dropped_provides += 1
             await asyncio.sleep(PROVIDE_SECONDS)
 
 

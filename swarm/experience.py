@@ -8,7 +8,7 @@ Rows outlive their groups' expiry as the history that people look at, until `max
 
 import json
 import struct
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -22,11 +22,12 @@ from swarm import announcements, peer_records
 from swarm.announcements import Announcements
 from swarm.database import Database, StoreError, StoreFull
 from swarm.peer_records import PeerRecords
-from swarm.records import ADMITTED, ANNOUNCED, TRAINED, GroupRecord, PeerRecord, PoolEntry
+from swarm.records import ADMITTED, ANNOUNCED, FOLLOWED, TRAINED, GroupRecord, PeerRecord, PoolEntry
 
 __all__ = [
     "ADMITTED",
     "ANNOUNCED",
+    "FOLLOWED",
     "TRAINED",
     "ExperienceStore",
     "GroupRecord",
@@ -227,24 +228,31 @@ class ExperienceStore:
 
     def pool(self, now: float) -> list[PoolEntry]:
         """Admitted, informative, unexpired foreign groups with a body, oldest first."""
-        rows = self._db.all(f"SELECT digest, producer, local, received_at FROM groups WHERE {_POOL} ORDER BY row", now)
-        return [PoolEntry(digest, producer, _unpack(local), at) for digest, producer, local, at in rows]
+        rows = self._db.all(
+            f"SELECT digest, producer, local, received_at, model FROM groups WHERE {_POOL} ORDER BY row", now
+        )
+        return [PoolEntry(digest, producer, _unpack(local), at, model) for digest, producer, local, at, model in rows]
 
     def unused(self, now: float) -> dict[str, int]:
         """How many groups of the pool no update has used yet, by producer."""
         rows = self._db.all(f"SELECT producer, COUNT(*) FROM groups WHERE {_POOL} AND uses = 0 GROUP BY producer", now)
         return dict(rows)
 
-    def mark_used(self, digests: Sequence[bytes]) -> None:
-        """Count one more use of each, on its producer's account too."""
+    def mark_used(self, digests: Sequence[bytes], followed: Collection[bytes] = ()) -> None:
+        """Count one more use of each, on its producer's account too. `followed`: of them, who used our own policy."""
         chosen = [(digest,) for digest in digests]
         with self._db.transaction():
             self._db.execute_many("UPDATE groups SET uses = uses + 1 WHERE digest = ?", chosen)
-            self._db.execute_many(
-                f"INSERT INTO verdicts SELECT producer, '{TRAINED}', 1 FROM groups WHERE digest = ?"
-                " ON CONFLICT DO UPDATE SET count = count + 1",
-                chosen,
-            )
+            for verdict, credited in ((TRAINED, chosen), (FOLLOWED, [(digest,) for digest in followed])):
+                self._db.execute_many(
+                    f"INSERT INTO verdicts SELECT producer, '{verdict}', 1 FROM groups WHERE digest = ?"
+                    " ON CONFLICT DO UPDATE SET count = count + 1",
+                    credited,
+                )
+
+    def overrule(self, digest: bytes, verdict: str, detail: str) -> None:
+        """Another verdict on a group than it was admitted with: it is neither trained on nor served any more."""
+        self._db.execute("UPDATE groups SET verdict = ?, detail = ? WHERE digest = ?", verdict, detail, digest)
 
     def resize(self, max_bytes: int) -> None:
         """Hold at most so much from now on. Raises StoreError."""

@@ -13,7 +13,6 @@ from protocol.messages import (
     MANIFEST_PROTOCOL,
     MAX_MANIFEST_BYTES,
     BatchRequest,
-    GroupRequest,
     ManifestRequest,
 )
 from swarm.transport import AnswerTooLarge, Busy, Transport, TransportError
@@ -42,7 +41,8 @@ class HoldersBusy(FetchFailed):
 
 
 class Fetcher:
-    """Pulls group bodies. `on_mismatch(peer, bytes)` is told of a peer that alone sent bytes of another hash."""
+    """Pulls group bodies, or what else `protocol` names by its hash. `on_mismatch(peer, bytes)` is told of a peer that
+    alone sent bytes of another hash."""
 
     def __init__(
         self,
@@ -51,17 +51,19 @@ class Fetcher:
         *,
         request_timeout: float,
         on_mismatch: Callable[[str, bytes], None],
+        protocol: str = GROUPS_PROTOCOL,
     ) -> None:
-        self._transport, self._clock, self._timeout = transport, clock, request_timeout
+        self._transport, self._clock, self._timeout, self._protocol = transport, clock, request_timeout, protocol
         self._on_mismatch = on_mismatch
         self._failed_at: dict[str, float] = {}
         self._busy_until: dict[str, float] = {}
 
-    async def fetch(self, digest: bytes, size: int, first: Sequence[str]) -> bytes:
+    async def fetch(self, digest: bytes, size: int, first: Sequence[str], *, key: bytes | None = None) -> bytes:
         """The `size` bytes whose SHA-256 is `digest`.
 
-        Asks `first` in order, then a few connected peers, then whoever the DHT knows to hold them, each for what is
-        still missing. Raises FetchFailed, after at most MAX_REQUESTS deadlines; HoldersBusy when one asked to wait.
+        Asks `first` in order, then a few connected peers, then whoever the DHT knows to hold them (under `key`, where
+        that is not their own digest), each for what is still missing. Raises FetchFailed, after at most MAX_REQUESTS
+        deadlines; HoldersBusy when one asked to wait.
         """
         # by rendezvous hash, so that not every node asks the same neighbours
         others = sorted(
@@ -74,7 +76,7 @@ class Fetcher:
         for _ in range(MAX_REQUESTS):
             if not holders and not asked_dht and not waits:  # who asks to wait has it
                 asked_dht = True
-                providers = await self._transport.find_providers(digest, timeout=self._timeout)
+                providers = await self._transport.find_providers(key or digest, timeout=self._timeout)
                 holders.extend(peer for peer in providers if peer not in first)
             if not holders:
                 break
@@ -143,10 +145,10 @@ class Fetcher:
         if wait := self.wait(peer):
             return f"asked to wait, {wait:.1f} s more"
         offset, problem = len(sink), ""
-        request = msgspec.msgpack.encode(GroupRequest(digest, offset))
+        request = msgspec.msgpack.encode((digest, offset))  # GroupRequest, PieceRequest
         try:
             await self._transport.request(
-                peer, GROUPS_PROTOCOL, request, max_bytes=size - offset, timeout=self._timeout, sink=sink
+                peer, self._protocol, request, max_bytes=size - offset, timeout=self._timeout, sink=sink
             )
         except Busy as busy:
             problem = str(busy)

@@ -5,7 +5,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any, Final
 
 from swarm.database import Database
-from swarm.records import ADMITTED, ANNOUNCED, TRAINED, PeerRecord
+from swarm.records import ADMITTED, ANNOUNCED, FOLLOWED, TRAINED, PeerRecord
 
 MAX_PEERS = 10_000
 PROVEN = 0.5
@@ -31,7 +31,7 @@ ORDERS: Final[Mapping[str, str]] = {
     "reputation": "weigh(accepted, penalty, updated_at, banned)",
     "admitted": _ADMITTED,
     "rejected": "COALESCE((SELECT SUM(count) FROM verdicts AS v WHERE v.peer = known.peer"
-    f" AND verdict NOT IN ('{ADMITTED}', '{ANNOUNCED}', '{TRAINED}')), 0)",
+    f" AND verdict NOT IN ('{ADMITTED}', '{ANNOUNCED}', '{TRAINED}', '{FOLLOWED}')), 0)",
     "peer_id": "peer",
 }
 """SQL of what a list of peers is sorted by."""
@@ -68,13 +68,18 @@ class PeerRecords:
 
     def verdicts(self, peers: Collection[str]) -> dict[str, dict[str, int]]:
         """How often each verdict fell on these peers since this home was made: 'announced', 'admitted', 'trained' (uses
-        in updates), and reasons."""
+        in updates), 'followed' (those of them that were sampled with this node's policy), and reasons."""
         found: dict[str, dict[str, int]] = {}
         for peer in peers:
             rows = self._db.all("SELECT verdict, count FROM verdicts WHERE peer = ?", peer)
             if rows:
                 found[peer] = dict(rows)
         return found
+
+    def credited(self) -> int:
+        """Uses in updates of groups that were sampled with this node's policy, of all peers known."""
+        row = self._db.one("SELECT COALESCE(SUM(count), 0) FROM verdicts WHERE verdict = ?", FOLLOWED)
+        return int(row[0]) if row else 0
 
     # -- for people, of the peers known and `connected` as of `now`; ordered and cut here: there may be MAX_PEERS -----
 

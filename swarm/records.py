@@ -8,6 +8,7 @@ from protocol.rollout import TaskRef
 ADMITTED = "admitted"
 ANNOUNCED = "announced"
 TRAINED = "trained"
+FOLLOWED = "followed"
 """Verdicts besides the names of `protocol.rules.Reason`."""
 
 
@@ -57,6 +58,8 @@ class PoolEntry:
     rewards: tuple[float, ...]
     """Computed here, one per completion."""
     received_at: float
+    model: str = ""
+    """As announced; it may claim a version of this node's policy (protocol/policy.py)."""
 
 
 @dataclass(frozen=True, slots=True)

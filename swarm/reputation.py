@@ -30,6 +30,7 @@ PENALTIES: dict[str, float] = {
     Reason.unassigned_task: 5.0,
     Reason.reward_mismatch: 5.0,
     Reason.hash_mismatch: 5.0,
+    Reason.logprob_mismatch: 5.0,
     Reason.over_budget: 1.0,
     Reason.replayed: 0.5,
 }

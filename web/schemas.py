@@ -96,6 +96,7 @@ SCHEMAS: dict[str, Schema] = {
                 "fetched": INTEGER,
                 "admitted": INTEGER,
                 "rejected": mapping(INTEGER),
+                "trained_followers": INTEGER,
             },
             trained_foreign=INTEGER,
         ),
@@ -103,6 +104,7 @@ SCHEMAS: dict[str, Schema] = {
             "held_by": {"enum": ["person", "quiet_hours", "hours_per_day", "disk", None]},
             "resumes_at": {**maybe(NUMBER), "description": "unix seconds at which it goes on by itself"},
             "trained_today_seconds": NUMBER,
+            "policy_version": {**maybe(INTEGER), "description": "of the policy that is published, or followed"},
         },
     ),
     "Step": obj({"at": NUMBER, "reward": maybe(NUMBER)}, step=INTEGER),
@@ -171,6 +173,7 @@ SCHEMAS: dict[str, Schema] = {
         admitted=INTEGER,
         rejected=mapping(INTEGER),
         trained={**INTEGER, "description": "uses of its groups in updates"},
+        followed={**INTEGER, "description": "of them, of groups that were sampled with this node's policy"},
         last_seen=NUMBER,
     ),
     "PeerGraph": obj(

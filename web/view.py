@@ -33,8 +33,9 @@ class NodeView(Protocol):
         `last_step_age` (seconds since the last step or, if that is later, the end of a pause; or None),
         `step_deadline` (seconds after which a missing step is a fault), `rss_mb`, `peak_rss_mb`, `memory`
         ({weights, gradients, optimizer} in bytes, as of the last update), `uptime`, `version`, `model`, `engine`
-        (which one samples, and why), `groups` ({published, fetched, admitted, rejected: {reason: n},
-        trained_foreign}, and the counters of `web.probes.EXCHANGE_TROUBLE`)."""
+        (which one samples, and why), `policy_version` (that is published, or followed; or None), `groups` ({published,
+        fetched, admitted, rejected: {reason: n}, trained_foreign, trained_followers}, and the counters of
+        `web.probes.EXCHANGE_TROUBLE`)."""
 
     def steps(self, after: int, limit: int) -> Sequence[Mapping[str, Json]]:
         """Step records with step > `after`, oldest first."""
@@ -62,7 +63,7 @@ class NodeView(Protocol):
     def peers(self, offset: int, limit: int, *, sort: str, descending: bool, search: str) -> Mapping[str, Json]:
         """`total` (of those searched for), `connected` (of all) and a page of `peers`: `peer_id`, `connected`,
         `direction`, `latency_ms`, `model`, `reputation`, `banned`, `published`, `admitted`, `rejected` by reason,
-        `trained`, `last_seen`."""
+        `trained`, `followed` (of them, those sampled with this node's policy), `last_seen`."""
 
     def peer_graph(self) -> Mapping[str, Json]:
         """`nodes` (at most 200, this one first) and `edges`: this node's connections, and the groups it had of whom."""

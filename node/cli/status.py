@@ -132,12 +132,24 @@ def peers(session: Session) -> None:
     rows = [
         (
             peer["peer_id"], peer["connected"], peer["model"], peer["reputation"], peer["published"], peer["admitted"],
+            peer["trained"], peer["followed"],
             sum(peer["rejected"].values()) if isinstance(peer["rejected"], dict) else peer["rejected"],
             clock(peer["last_seen"]),
         )
         for peer in found
     ]  # fmt: skip
-    columns = ["peer", "connected", "model", "reputation", "published", "admitted", "rejected", "last seen"]
+    columns = [
+        "peer",
+        "connected",
+        "model",
+        "reputation",
+        "published",
+        "admitted",
+        "trained on",
+        "as follower",
+        "rejected",
+        "last seen",
+    ]
     table(
         session, columns, rows, "No peer met yet; share an invite (shoal swarm invite) or join one (shoal join INVITE)"
     )

@@ -1,4 +1,4 @@
-"""Makes the trainer that the settings ask for: local, or sharded over worker processes."""
+"""Makes the trainer that the settings ask for: local, sharded over worker processes, or one that follows another's."""
 
 from collections.abc import Callable
 from typing import cast, get_args
@@ -6,8 +6,10 @@ from typing import cast, get_args
 import psutil
 
 from node.config import Config
+from node.federation.followed import FollowedPolicy
 from node.hardware import Setup
 from node.home import Home, models_dir
+from node.interfaces import Trainer
 from node.models import ModelBundle, compute_dtype, device_of
 from node.training.local import LocalTrainer
 from node.training.sharded import ShardedTrainer
@@ -17,10 +19,10 @@ ANSWER_SHARE = 0.9
 """Of a stage's deadline that workers have for an answer: then they are started anew, and the stage has not failed."""
 
 
-def make_trainer(
-    bundle: ModelBundle, config: Config, home: Home, *, seconds: Callable[[], float]
-) -> LocalTrainer | ShardedTrainer:
+def make_trainer(bundle: ModelBundle, config: Config, home: Home, *, seconds: Callable[[], float]) -> Trainer:
     """The trainer, ready. `seconds`: deadline of a stage. Raises ModelError, TrainerLost."""
+    if config.federation.follow:
+        return FollowedPolicy(bundle, config.train)
     if config.train.shards == 1:
         return LocalTrainer(bundle, config.train, dumps=home.path / "dumps")
     plan = worker_plan(bundle, config, home)

@@ -13,7 +13,7 @@ import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -29,6 +29,7 @@ from node.training.forward import States, idle, sequence_logprobs
 from node.training.objective import Forward, Member, StepObjective
 from node.training.optimizers import make_optimizer
 from node.training.ranks import Alone, Ranks
+from node.training.weights import weights_copied
 
 log = logging.getLogger(__name__)
 
@@ -367,6 +368,10 @@ class LocalTrainer:
         if self.config.lora_rank:
             return lora.save_adapters(self.model, self.weights.masters, directory)
         return self.ranks.save_model(self.bundle, self.weights.masters, directory)
+
+    def snapshot(self, dtype: Literal["float32", "bfloat16"]) -> Mapping[str, torch.Tensor]:
+        """A copy of all weights by name in main memory, in that type, as they are computed with now."""
+        return weights_copied(self.model, dtype)
 
     def memory(self) -> Mapping[str, int]:
         """Bytes held, by kind: weights, gradients, optimizer."""

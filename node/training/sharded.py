@@ -12,6 +12,7 @@ import logging
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Literal
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -22,6 +23,7 @@ from node.engines.vllm_weights import digest
 from node.interfaces import Batch, StepSkipped, TrainerLost, TrainGroup, UpdateStats
 from node.models import ModelBundle, ModelError
 from node.training.local import SMALLEST_BUDGET
+from node.training.weights import weights_copied
 from node.training.worker_wire import (
     Command,
     Configure,
@@ -108,6 +110,10 @@ class ShardedTrainer:
     def export(self, directory: Path) -> None:
         """Write only what inference needs: a directory `from_pretrained` loads."""
         self._ask(Export(str(directory)))
+
+    def snapshot(self, dtype: Literal["float32", "bfloat16"]) -> Mapping[str, torch.Tensor]:
+        """A copy of all weights by name in main memory, in that type, as they are computed with now."""
+        return weights_copied(self.bundle.model, dtype)
 
     def memory(self) -> Mapping[str, int]:
         """Bytes held by all workers together, by kind."""

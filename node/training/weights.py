@@ -57,6 +57,14 @@ class Weights:
         }
 
 
+def weights_copied(model: Any, dtype: str) -> dict[str, torch.Tensor]:
+    """A copy of all parameters by name in main memory, as 'float32' or 'bfloat16'; tied ones once."""
+    kind = getattr(torch, dtype)
+    return {
+        name: parameter.detach().to("cpu", kind, copy=True).contiguous() for name, parameter in model.named_parameters()
+    }
+
+
 class _Move:
     """Adds a finished gradient to its master's."""
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from node.bench import exchange, memory, rollout_hf, rollout_ours, routing, step, step_ours, train
+from node.bench import exchange, memory, policy, rollout_hf, rollout_ours, routing, step, step_ours, train
 from node.bench.exchange_producer import ANSWERS, around_as_json, as_json
 from node.bench.floor import Work, work_of
 from node.bench.machine import machine
@@ -150,6 +150,26 @@ async def test_groups_cross_between_two_processes(monkeypatch: pytest.MonkeyPatc
     assert counters["consumer"]["rejected"] == {}
     assert result["ours"]["groups_per_second"] > 0
     assert result["ratio"] > 2
+
+
+@pytest.mark.slow
+@pytest.mark.network
+async def test_versions_cross_between_two_processes_bit_for_bit(
+    tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = str(tiny_model("llama"))
+    monkeypatch.setattr(policy, "spec_of", lambda threads, **more: {"threads": threads, "model": model, **more})
+    result = await policy.compare(1, {})
+    assert result["bit_for_bit"]
+    whole, one, ten = result["versions"]
+    assert [row["updates"] for row in result["versions"]] == [0, 1, 10]
+    assert whole["bytes"] > ten["bytes"] > one["bytes"] > 0
+    assert 0 == whole["changed_share"] < one["changed_share"] < ten["changed_share"] < 1
+    assert result["ratio"] == whole["bytes"] / one["bytes"]
+    for row in result["versions"]:
+        assert row["wire_bytes"] >= row["bytes"]
+        assert row["seconds"] > row["copy_seconds"] > 0
+        assert min(row["encode_seconds"], row["pull_seconds"], row["apply_seconds"], row["adopt_seconds"]) > 0
 
 
 def test_training_is_measured_with_both_ways_to_pack(tmp_path: Path, tiny_model: Callable[..., Path]) -> None:

@@ -1,6 +1,9 @@
 """Combinations of train.* settings: what is refused, by name and with what is allowed, and what is only odd."""
 
+from typing import Any
+
 import pytest
+from pydantic import ValidationError
 
 from node.config import Config
 from node.home import Home
@@ -97,3 +100,24 @@ def test_what_fits_together_is_not_odd(settings: dict[str, object]) -> None:
 def test_what_is_allowed_and_hardly_meant_is_said(train: dict[str, object], words: str) -> None:
     (said,) = oddities(Config.model_validate({"train": train}))
     assert words in said
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        ({"federation": {"publish": True, "follow": "12D3KooW" + "x" * 44}}, "a follower has no policy of its own"),
+        ({"federation": {"publish": True}, "train": {"lora_rank": 4}}, "train.lora_rank trains adapters"),
+        ({"federation": {"follow": "12D3KooW" + "x" * 44}, "rollout": {"policy": "partial"}}, "to synchronous"),
+        ({"federation": {"follow": "somebody"}}, "follow"),
+        ({"federation": {"staleness": 17}}, "staleness"),
+    ],
+)
+def test_a_federation_that_cannot_be(settings: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ValidationError, match=problem):
+        Config.model_validate(settings)
+
+
+def test_a_leader_that_takes_no_groups_is_told() -> None:
+    settings = {"federation": {"publish": True}, "swarm": {"foreign_groups": 0}}
+    (said,) = oddities(Config.model_validate(settings))
+    assert "swarm.foreign_groups = 0 takes none of their groups" in said

@@ -215,7 +215,9 @@ async def test_a_flood_fills_no_more_of_an_update_than_the_manifest_lets_it(
 
     p: Any = loop.parts
     p.config = Config.model_validate({"swarm": {"max_producer_share": own_share}})
-    p.store = SimpleNamespace(pool=lambda now: pool, group_body=gone, mark_used=used.extend)
+    p.store = SimpleNamespace(
+        pool=lambda now: pool, group_body=gone, mark_used=lambda chosen, followed: used.extend(chosen)
+    )
     p.exchange = SimpleNamespace(weight=lambda producer: 1.0)
     assert p.manifest.caps.max_producer_share == 0.5
     for seed in range(20):

@@ -27,10 +27,17 @@ class Everything(dict[str, Any]):
 @pytest.fixture
 def told(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     """Names of all that /metrics can say: of a node with peers, a scorer and a teacher."""
-    counts = {"published": 1, "fetched": 1, "admitted": 1, "rejected": {"stale": 1}, "trained_foreign": 1}
+    counts = {
+        "published": 1,
+        "fetched": 1,
+        "admitted": 1,
+        "rejected": {"stale": 1},
+        "trained_foreign": 1,
+        "trained_followers": 1,
+    }
     status = {
         "step": 1, "peers": 1, "state": "TRAINING", "reward": 0.5, "held_out": 0.5, "tokens_per_second": 1.0,
-        "last_step_age": 1.0, "held_by": "disk",
+        "last_step_age": 1.0, "held_by": "disk", "policy_version": 1,
         "rss_mb": 1.0, "uptime": 1.0, "memory": {"weights": 1}, "stages": {"update": 1.0},
         "groups": {**counts, **dict.fromkeys(EXCHANGE_TROUBLE, 0)},
     }  # fmt: skip

@@ -45,7 +45,8 @@ def meet(store: ExperienceStore, clock: Any, number: int = 5) -> None:
 
 def test_a_page_says_of_each_peer_what_is_known(store: ExperienceStore, clock: Any) -> None:
     meet(store, clock)
-    store.peers.save(store.peers.all()[3], "trained")
+    for verdict in ("trained", "trained", "followed"):
+        store.peers.save(store.peers.all()[3], verdict)
     store.peers.save(store.peers.all()[3], "announced")
     found = view(store, clock, peer3=Connection("inbound", 0.0125), new=Connection(None)).peers(
         0, 3, sort="last_seen", descending=True, search=""
@@ -54,13 +55,14 @@ def test_a_page_says_of_each_peer_what_is_known(store: ExperienceStore, clock: A
     assert [found["peers"][0], found["peers"][2]] == [
         {
             "peer_id": "new", "connected": True, "direction": None, "latency_ms": None, "model": "",
-            "reputation": 0.25, "banned": False, "published": 0, "admitted": 0, "trained": 0, "rejected": {},
+            "reputation": 0.25, "banned": False, "published": 0, "admitted": 0, "trained": 0, "followed": 0,
+            "rejected": {},
             "last_seen": clock.now,
         },
         {
             "peer_id": "peer3", "connected": True, "direction": "inbound", "latency_ms": 12.5, "model": "model 1",
-            "reputation": pytest.approx(4 / 7), "banned": False, "published": 1, "admitted": 3, "trained": 1,
-            "rejected": {"stale": 2}, "last_seen": clock.now,
+            "reputation": pytest.approx(4 / 7), "banned": False, "published": 1, "admitted": 3, "trained": 2,
+            "followed": 1, "rejected": {"stale": 2}, "last_seen": clock.now,
         },
     ]  # fmt: skip
 

@@ -264,6 +264,7 @@ class FixtureView:
             "latency_ms": draw.uniform(8, 220) if connected else None,
             "reputation": round(min(1.0, draw.betavariate(6, 1.4)), 3), "banned": i % 97 == 13,
             "published": admitted + refused, "admitted": admitted, "trained": admitted // 2,
+            "followed": admitted // 4 if i % 5 == 1 else 0,
             "rejected": {"uninformative": refused, **({"reward_mismatch": 7} if i % 97 == 13 else {})},
             "last_seen": self.now() - (i if connected else i * 310),
         }  # fmt: skip

@@ -30,7 +30,7 @@ function row(peer) {
     element("td", { class: "quiet" }, way),
     element("td", {}, peer.banned ? element("span", { class: "tag", "data-tone": "bad" }, icon("fail"), "banned") : meter(peer.reputation, reputationTone(peer.reputation))),
     element("td", { class: "number", "data-label": "admitted" }, number(peer.admitted)),
-    element("td", { class: "number", "data-label": "learned from" }, number(peer.trained)),
+    element("td", { class: "number", "data-label": "learned from" }, number(peer.trained), peer.followed ? element("span", { class: "quiet small", title: "sampled with this node's policy" }, ` (${number(peer.followed)} as follower)`) : null),
     element("td", { "data-label": "refused" }, element("span", { class: "clip", title: refused }, refused || "none")),
     element("td", { class: "quiet" }, peer.connected ? "now" : ago(peer.last_seen)),
   );

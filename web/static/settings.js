@@ -13,6 +13,7 @@ const SECTIONS = {
   engine: ["vLLM engine", "Only where vLLM samples."],
   train: ["Training", "Formulas and sources: docs/algorithms.md."],
   swarm: ["Swarm", "Which swarm, and how much of peers' work an update takes."],
+  federation: ["Federation", "Give this node's policy to others of the same base model, or follow theirs."],
   network: ["Network", "Addresses to listen on and to announce."],
   web: ["This dashboard", "Where it is served."],
   eval: ["Held-out tasks", "How often and on how many."],

@@ -31,7 +31,7 @@ GROUP: dict[str, Any] = {
 COMPLETION = {"text": "4\x1b[2J", "finish": "stop", "tokens": 2, "claimed": 1.0, "reward": 1.0}
 PEER = {
     "peer_id": "12D3KooWzzzzzzzz", "connected": True, "model": "qwen", "reputation": 0.75, "published": 5,
-    "admitted": 4, "rejected": {"stale": 1}, "last_seen": 1_700_000_000.0,
+    "admitted": 4, "trained": 3, "followed": 2, "rejected": {"stale": 1}, "last_seen": 1_700_000_000.0,
 }  # fmt: skip
 STEP = {"step": 12, "reward": 0.25, "loss": -0.01, "own_groups": 4, "foreign_groups": 3}
 

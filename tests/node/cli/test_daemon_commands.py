@@ -107,7 +107,7 @@ def test_status_of_a_node_that_is_down_says_how_it_ended(run: Run, home: Home) -
 def test_peers_and_steps(run: Run, home: Home, daemon: Any) -> None:
     header, row = run("--home", home.path, "peers").stdout.splitlines()
     assert header.split()[:2] == ["peer", "connected"]
-    assert row.split()[:7] == ["12D3KooWzzzzzzzz", "yes", "qwen", "0.75", "5", "4", "1"]
+    assert row.split()[:9] == ["12D3KooWzzzzzzzz", "yes", "qwen", "0.75", "5", "4", "3", "2", "1"]
     header, row = run("--home", home.path, "steps").stdout.splitlines()
     assert row.split()[:2] == ["12", "0.25"]
     assert json.loads(run("--home", home.path, "steps", "--json").stdout)[0]["step"] == 12

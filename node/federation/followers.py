@@ -1,0 +1,81 @@
+"""The leader's side of groups in: which foreign groups were sampled with its policy, and whether they may be used."""
+
+import logging
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from node.federation.publishing import Publisher, UnknownVersion
+from node.federation.spot_check import SpotCheck
+from node.interfaces import TrainGroup
+from node.rollouts import Rollout, train_group
+from protocol.policy import claimed_version
+from protocol.rejection import Reason, Rejected
+from swarm.experience import StoreError
+from swarm.records import PoolEntry
+
+if TYPE_CHECKING:
+    from node.loop import Parts
+
+log = logging.getLogger(__name__)
+
+MAX_PASSED = 4096
+
+
+class Followers:
+    """Judges groups that claim this node's policy. Used from the loop's task."""
+
+    def __init__(self, parts: "Parts", publisher: Publisher, spot_check: SpotCheck) -> None:
+        self.parts, self._publisher, self._spot_check = parts, publisher, spot_check
+        self._passed: dict[bytes, None] = {}
+        """Checked and found right."""
+
+    def version_of(self, entry: PoolEntry) -> int | None:
+        """Which version of this node's policy the group claims; None: none."""
+        return claimed_version(entry.model, self._publisher.leader, self._publisher.versions)
+
+    def fresh(self, pool: Sequence[PoolEntry]) -> list[PoolEntry]:
+        """The pool without groups of followers that are too far behind, which are withdrawn."""
+        step, most = self.parts.trainer.step, self.parts.config.federation.staleness
+        versions, kept = self._publisher.versions, []
+        for entry in pool:
+            version = claimed_version(entry.model, self._publisher.leader, versions)
+            if version is None or (version >= 0 and 0 <= step - version <= most):
+                kept.append(entry)
+                continue
+            said = f"of version {version}" if version >= 0 else "of a version that is no longer kept"
+            self._withdraw(entry, Rejected(Reason.stale_policy, f"{said}, this is {step}; at most {most} behind"))
+        return kept
+
+    async def checked(self, chosen: Sequence[tuple[PoolEntry, Rollout]]) -> list[tuple[PoolEntry, Rollout]]:
+        """Those of the chosen groups that are what they claim, as far as they are drawn to be checked."""
+        p = self.parts
+        drawn: dict[int, dict[bytes, TrainGroup]] = {}
+        for entry, rollout in chosen:
+            version = self.version_of(entry)
+            if version is None or version < 0 or entry.digest in self._passed:
+                continue
+            if self._spot_check.drawn(entry.digest, p.config.federation.spot_check):
+                drawn.setdefault(version, {})[entry.digest] = train_group(rollout, p.config.train)
+        bad: dict[bytes, Rejected] = {}
+        for version, groups in drawn.items():
+            budget = p.config.train.tokens_per_micro_batch
+            try:
+                async with p.progress.during("spot check"):
+                    bad |= await p.device.run(self._spot_check.check, version, groups, budget)
+            except UnknownVersion as problem:  # it went on meanwhile: what cannot be checked is not used now
+                log.warning("groups of followers are left out: %s", problem)
+                chosen = [(entry, rollout) for entry, rollout in chosen if entry.digest not in groups]
+            else:
+                self._passed.update(dict.fromkeys(groups.keys() - bad.keys()))
+        while len(self._passed) > MAX_PASSED:
+            del self._passed[next(iter(self._passed))]
+        for entry, _ in chosen:
+            if entry.digest in bad:
+                self._withdraw(entry, bad[entry.digest])
+        return [(entry, rollout) for entry, rollout in chosen if entry.digest not in bad]
+
+    def _withdraw(self, entry: PoolEntry, rejected: Rejected) -> None:
+        try:
+            self.parts.exchange.withdraw(entry.digest, entry.producer, rejected)
+        except StoreError as error:
+            log.error("group %s could not be withdrawn: %s", entry.digest.hex()[:12], error)

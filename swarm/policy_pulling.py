@@ -1,0 +1,356 @@
+"""Follows a leader's policy: learns of new versions, and pulls what leads to the newest one for the fewest bytes.
+
+The leader is asked for its head from time to time; when it does not answer, whoever else follows it is, because a
+head is signed. Records and pieces are named by their hashes and come from several holders at once; what has come
+stays, so a pull goes on where it was, in this process or the next. What the pieces are is for node/federation to say.
+"""
+
+import asyncio
+import contextlib
+import hashlib
+import math
+import random
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from protocol.identity import public_key_of
+from protocol.policy import (
+    MAX_HEAD_BYTES,
+    PIECES_PROTOCOL,
+    POLICY_PROTOCOL,
+    KnownHead,
+    PolicyItem,
+    PolicyRecord,
+    PolicyRequest,
+    check_head,
+    check_record,
+    rendezvous,
+    way_to,
+)
+from protocol.rejection import Reason, Rejected
+from swarm.accounts import Accounts
+from swarm.database import StoreError
+from swarm.fetch import Fetcher, FetchFailed, HoldersBusy
+from swarm.policies import PolicyStore
+from swarm.transport import Busy, Transport, TransportError
+
+AT_ONCE = 4
+"""Pieces pulled at a time."""
+LOOKUP_SECONDS = 60.0
+"""Between two look-ups of others that hold this policy."""
+PROVIDE_SECONDS = 600.0
+ASKED_BESIDES = 3
+"""Peers asked for the head when the leader does not answer."""
+MAX_HOLDERS = 16
+GIVE_UP_ATTEMPTS = 8
+"""Times that holders of a piece may ask to wait, or fail, before the pull begins anew with the next head."""
+
+
+class NoWay(Exception):
+    """The newest version cannot be had; the message says why, and what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pulled:
+    """What leads from the weights that were there to the newest version, every piece of it in the store."""
+
+    records: tuple[PolicyRecord, ...]
+    """To be applied in order; the first may be a whole."""
+    seconds: float
+    bytes_in: int
+    """That had to be pulled for it."""
+
+    @property
+    def version(self) -> int:
+        return self.records[-1].version
+
+
+Arrived = Callable[[Pulled], Awaitable[None]]
+
+
+class PolicyPuller:
+    """A service: `run` until cancelled.
+
+    `arrived` is awaited with what leads to a newer version: it sets `have`, or calls `refuse`. It may raise OSError.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        store: PolicyStore,
+        accounts: Accounts,
+        clock: Callable[[], float],
+        *,
+        leader: str,
+        swarm: bytes,
+        model: str,
+        dtype: str,
+        max_bytes: int,
+        request_timeout: float,
+        poll_seconds: float,
+        arrived: Arrived,
+    ) -> None:
+        """`leader`: its peer id; `model`: mark of the own base model; `max_bytes`: of all that one version takes."""
+        self._transport, self._store, self._accounts, self._clock = transport, store, accounts, clock
+        self.leader, self._swarm, self._model, self._dtype = leader, swarm, model, dtype
+        self._max_bytes, self._timeout, self._poll = max_bytes, request_timeout, poll_seconds
+        self._arrived = arrived
+        self._fetcher = Fetcher(
+            transport,
+            clock,
+            request_timeout=request_timeout,
+            on_mismatch=self._mismatch,
+            protocol=PIECES_PROTOCOL,
+        )
+        self._random = random.Random(transport.peer_id)
+        self._key = rendezvous(swarm, leader)
+        self._holders: tuple[str, ...] = ()
+        self._looked_at = self._provided_at = -math.inf
+        self._refused: set[bytes] = set()
+        """Records that led to other weights than they said; only of the present head."""
+        self.known: KnownHead | None = None
+        self.have: tuple[int, bytes] | None = None
+        """Version and state of the weights to start from; None: there are none."""
+        self.up_to_date = False
+        """Whether `have` was the newest version at the last look."""
+        self.answered_at: float | None = None
+        """When the leader itself answered last."""
+        self.problem = ""
+        """Why the newest version is not there, in words; empty: it is, or is on its way."""
+        self.bytes_in = 0
+
+    def recall(self) -> None:
+        """Take up the head that an earlier process kept, whatever its age: it says what the pieces are."""
+        sealed = self._store.head()
+        for now in (self._clock(), _issued_of(sealed)):
+            try:
+                self.known = check_head(sealed, leader=self.leader, swarm=self._swarm, now=now)
+                return
+            except Rejected:
+                continue
+
+    async def run(self) -> None:
+        while True:
+            try:
+                await self._round()
+            except NoWay as why:
+                self.problem = str(why)
+                self._accounts.tell("policy", self.problem, f"the newest policy of {self.leader[-8:]}: {why}")
+            except OSError as error:
+                self.problem = f"{self._store.directory}: {error}; free some disk"
+                self._accounts.tell("policy", "disk", self.problem)
+            except StoreError as error:
+                self._accounts.store_trouble(error)
+            await asyncio.sleep(self._poll * self._random.uniform(0.75, 1.25))
+
+    def refuse(self, pulled: Pulled) -> None:
+        """These records did not lead where they say. The weights here may be damaged: the next pull is of a whole; if
+        this was one already, it waits for another head."""
+        if pulled.records[0].base is None:
+            self._refused.update(_name_of(record) for record in pulled.records)
+        self.have = None
+
+    def tidy(self) -> None:
+        """Keep what the present head names, for others, and nothing else. Not while a pull is under way."""
+        kept: set[bytes] = set()
+        for item in self.known.head.items if self.known else ():
+            kept.add(item.record)
+            if raw := self._store.read(item.record):
+                with contextlib.suppress(Rejected):  # of a version that was refused
+                    kept.update(check_record(raw, item).pieces)
+        self._store.keep_only(kept)
+
+    # -- one round -------------------------------------------------------------------------------------------
+
+    async def _round(self) -> None:
+        known = await self._newest()
+        if known is None:
+            return
+        if known.head.model != self._model:
+            raise NoWay(
+                f"its base model is {known.head.model}, this node's {self._model}; set model.path to the leader's"
+            )
+        started, before = self._clock(), self.bytes_in
+        records = await self._records(known)
+        self.up_to_date = not records
+        if records:
+            await self._pieces(records)
+            await self._arrived(Pulled(tuple(records), self._clock() - started, self.bytes_in - before))
+        self.problem = ""
+
+    async def _newest(self) -> KnownHead | None:
+        """The newest head that can be had; None: none was ever heard."""
+        asked = [self.leader]
+        if not await self._ask_head(self.leader):
+            others = [peer for peer in {*await self._find(), *self._transport.peers()} if peer != self.leader]
+            self._random.shuffle(others)
+            asked += others[:ASKED_BESIDES]
+            for peer in asked[1:]:
+                await self._ask_head(peer)
+        return self.known
+
+    async def _ask_head(self, peer: str) -> bool:
+        """Ask a peer for the head and keep it if it is newer. Whether the peer gave a good one."""
+        request = msgspec.msgpack.encode(PolicyRequest(public_key_of(self.leader)))
+        try:
+            sealed = await self._transport.request(
+                peer, POLICY_PROTOCOL, request, max_bytes=MAX_HEAD_BYTES, timeout=self._timeout
+            )
+        except Busy:
+            return True  # it is there
+        except TransportError:
+            return False
+        if not sealed:
+            return False
+        try:
+            found = check_head(sealed, leader=self.leader, swarm=self._swarm, now=self._clock())
+        except Rejected as rejected:
+            self._accounts.offence(rejected, peer)
+            return False
+        if peer == self.leader:
+            self.answered_at = self._clock()
+        if self.known is None or _is_newer(found, self.known, by_leader=peer == self.leader):
+            if self.known is None or found.head.items != self.known.head.items:
+                self._refused.clear()
+            self.known = found
+            self._store.keep_head(sealed)
+        return True
+
+    async def _records(self, known: KnownHead) -> list[PolicyRecord]:
+        """The way from what is here to the newest version, empty when it is here. Raises NoWay."""
+        items = [item for item in known.head.items if item.record not in self._refused]
+        if not items or items[-1].version != known.head.version:
+            raise NoWay(f"version {known.head.version} is not what its leader says it is; waiting for another one")
+        newest = await self._record(items[-1])
+        version, state = self.have or (None, b"")
+        if newest.state == state:
+            return []
+        if newest.dtype != self._dtype:
+            raise NoWay(f"it is in {newest.dtype}; set federation.dtype to that")
+        for start in (version, None) if version != newest.version else (None,):
+            way = way_to(items, start)
+            if not way:
+                continue
+            if sum(item.size for item in way) > self._max_bytes:
+                raise NoWay(f"it takes over {self._max_bytes >> 20} MB, more than this model's weights can")
+            records = [await self._record(item) for item in way]
+            if _leads(records, state if start is not None else b""):
+                return records
+        raise NoWay(f"nothing leads from version {version} to {newest.version}; its leader must offer a whole one")
+
+    async def _record(self, item: PolicyItem) -> PolicyRecord:
+        """Raises NoWay."""
+        raw = self._store.read(item.record)
+        if not raw:
+            await self._pull(item.record, item.record_size)
+            raw = self._store.read(item.record)
+        try:
+            return check_record(raw, item)
+        except Rejected as rejected:  # its leader signed for it
+            self._accounts.offence(rejected, self.leader)
+            self._refused.add(item.record)
+            raise NoWay(f"version {item.version}: {rejected.detail}") from rejected
+
+    async def _pieces(self, records: Sequence[PolicyRecord]) -> None:
+        """Have every piece of these records. Raises NoWay when one cannot be had."""
+        sizes = {digest: record.piece_size(number) for record in records for number, digest in enumerate(record.pieces)}
+        missing = iter([(digest, size) for digest, size in sizes.items() if not self._store.has(digest)])
+
+        async def pull_some() -> None:
+            for digest, size in missing:
+                await self._pull(digest, size)
+                if self._clock() - self._provided_at > PROVIDE_SECONDS:
+                    await self._provide()
+
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                for _ in range(AT_ONCE):
+                    tasks.create_task(pull_some())
+        except BaseExceptionGroup as group:
+            error: BaseException = group
+            while isinstance(error, BaseExceptionGroup):
+                error = error.exceptions[0]
+            raise error from None
+
+    async def _pull(self, digest: bytes, size: int) -> None:
+        """Have one piece or record. Raises NoWay, OSError."""
+        problem = ""
+        for _ in range(GIVE_UP_ATTEMPTS):
+            try:
+                piece = await self._fetcher.fetch(digest, size, self._sources(digest), key=self._key)
+            except HoldersBusy as busy:
+                problem = str(busy)
+                await asyncio.sleep(busy.seconds)
+            except (FetchFailed, TransportError) as error:
+                problem = str(error)
+                await self._find()
+                await asyncio.sleep(min(1.0, self._poll))
+            else:
+                self.bytes_in += len(piece)
+                await asyncio.to_thread(self._store.put, piece)
+                return
+        raise NoWay(f"nobody gives its piece {digest.hex()[:12]}: {problem}")
+
+    def _sources(self, digest: bytes) -> list[str]:
+        """Who should have it: by rendezvous hash, so that pieces come from all holders; the leader second at most."""
+
+        def turn(peer: str) -> bytes:
+            return hashlib.sha256(digest + peer.encode() + self._transport.peer_id.encode()).digest()
+
+        ordered = sorted({self.leader, *self._holders}, key=turn)
+        if self.leader not in ordered[:2]:
+            ordered.remove(self.leader)
+            ordered.insert(1, self.leader)
+        return ordered
+
+    async def _find(self) -> tuple[str, ...]:
+        """Who else holds this policy, as far as the DHT knows; asked from time to time only."""
+        if self._clock() - self._looked_at > LOOKUP_SECONDS:
+            self._looked_at = self._clock()
+            found = await self._transport.find_providers(self._key, timeout=self._timeout)
+            self._holders = tuple(peer for peer in found if peer != self._transport.peer_id)[:MAX_HOLDERS]
+        return self._holders
+
+    async def _provide(self) -> None:
+        """Say that pieces of this policy are here. Best effort: others ask the leader too."""
+        self._provided_at = self._clock()
+        try:
+            async with asyncio.timeout(self._timeout):
+                await self._transport.provide(self._key)
+        except (TransportError, TimeoutError):
+            self._accounts.counters.dropped_provides += 1
+
+    def _mismatch(self, peer: str, piece: bytes) -> None:
+        rejected = Rejected(Reason.hash_mismatch, f"sent {len(piece)} bytes of another hash than asked for")
+        self._accounts.offence(rejected, peer)
+
+
+def _is_newer(found: KnownHead, known: KnownHead, *, by_leader: bool) -> bool:
+    """Of the same second, what the leader itself says now counts, or else the higher version."""
+    if found.issued != known.issued:
+        return found.issued > known.issued
+    return found.sealed != known.sealed and (by_leader or found.head.version > known.head.version)
+
+
+def _leads(records: Sequence[PolicyRecord], state: bytes) -> bool:
+    """Whether each record starts from the weights that the one before leads to."""
+    for record in records:
+        if record.base is not None and record.base_state != state:
+            return False
+        state = record.state
+    return True
+
+
+def _name_of(record: PolicyRecord) -> bytes:
+    return hashlib.sha256(msgspec.msgpack.encode(record)).digest()
+
+
+def _issued_of(sealed: bytes) -> float:
+    """When sealed bytes say they were issued; 0 where they say nothing."""
+    try:
+        fields = msgspec.msgpack.decode(sealed)
+        return float(fields[3])
+    except (msgspec.DecodeError, RecursionError, TypeError, IndexError, ValueError):
+        return 0.0
