@@ -31,6 +31,8 @@ POLL_SECONDS = 0.1
 GRACE_SECONDS = 1.0
 """After the first sign of trouble, for the others: who lost a connection says so before the one that broke it is seen
 to be gone."""
+END_SECONDS = 2.0
+"""For a killed process to be gone; a node has 4 s to stop in all."""
 HIDDEN = ("SHOAL_", "HF_TOKEN")
 """Beginnings of variables that workers have no business with: the passphrase of the identity is one."""
 COMMAND = (sys.executable, "-P", "-m", "node.training.worker")
@@ -243,7 +245,10 @@ class Workers:
             worker.process.kill()
             worker.connection.close()
         for worker in self._workers:
-            worker.process.wait()
+            try:
+                worker.process.wait(END_SECONDS)
+            except subprocess.TimeoutExpired:  # inside a driver, say: the kernel ends it when it can
+                log.warning("%s was killed and has not ended within %.0f s", worker.name, END_SECONDS)
         if self._directory is not None:
             shutil.rmtree(self._directory, ignore_errors=True)
             self._directory = None
