@@ -153,5 +153,5 @@ async def test_an_update_that_kills_every_time_is_left_out(make: Make, pauses: l
 
 
 def trainer_events(loop: Loop) -> list[str]:
-    events = reversed(loop.parts.history.events(None, 50))
+    events = loop.parts.history.events(None, 50)
     return [event["message"] for event in events if event["kind"] == "trainer"]
