@@ -329,7 +329,7 @@ def _plan_shards(
     always = [(f"{said}32-bit weights", rows * 4), (f"{said}optimizer", rows * 8)]
     if config.train.kl_coefficient > 0:
         always.append((f"{said}reference", rows * 4))
-    if not machine.gpus or choice.name == "transformers" or config.engine.transfer == "nccl":
+    if not machine.gpus or not weights_pass_through(config, choice):
         always.append(("the node's own weights", own * width))
     if teacher is not None:
         always.append(("teacher", teacher.parameters * width))
@@ -339,6 +339,11 @@ def _plan_shards(
         ("activations", shape.activations(config.train) * width * here),
     ]
     return _plan(config, machine, choice, always, update, _for_rollouts(config, shape, choice, width))
+
+
+def weights_pass_through(config: Config, choice: EngineChoice) -> bool:
+    """Whether a node with shards needs its own copy of the weights only to write files of them, on no GPU."""
+    return choice.name == "vllm" and config.engine.transfer == "files" and not local_teacher(config.train)
 
 
 def _for_rollouts(config: Config, shape: ModelShape, choice: EngineChoice, width: int) -> list[tuple[str, int]]:

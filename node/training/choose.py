@@ -7,7 +7,7 @@ import psutil
 
 from node.config import Config
 from node.federation.followed import FollowedPolicy
-from node.hardware import Setup
+from node.hardware import Setup, weights_pass_through
 from node.home import Home, models_dir
 from node.interfaces import Trainer
 from node.models import ModelBundle, compute_dtype, device_of
@@ -58,11 +58,12 @@ def worker_plan(bundle: ModelBundle, config: Config, home: Home) -> WorkerPlan:
 def place_of_model(config: Config, setup: Setup) -> tuple[str, str]:
     """Device and compute type of the node's own model.
 
-    With shards, and an engine that has weights of its own, it is only where new weights pass through: not on a GPU.
+    With shards, and an engine that has weights of its own, it is only where new weights pass through: not on a GPU,
+    unless there is a teacher in this process, which is where the model is.
     """
     device, asked = config.model.device, config.model.dtype
     if config.train.shards == 1:
         return device, asked
-    passes_through = setup.choice.name == "vllm" and config.engine.transfer == "files"
+    passes_through = weights_pass_through(config, setup.choice)
     kind = compute_dtype(device_of(device), asked)  # the workers', wherever this one lies
     return "cpu" if passes_through else device, str(kind).removeprefix("torch.")

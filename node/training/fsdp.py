@@ -157,8 +157,8 @@ def split(sizes: Mapping[str, int], most: int = PART_BYTES) -> list[list[str]]:
 def evened(micros: Sequence[MicroBatch], count: int) -> Sequence[MicroBatch]:
     """The same sequences in micro-batches that keep `count` processes equally busy, in as many rounds.
 
-    What is merged in one micro-batch costs twice in two, so the budget of an even part is tried with some room, too.
-    The work is the largest micro-batch of each round, added up: the others wait for it.
+    What is merged in one micro-batch costs twice in two, so an even part is tried with some room, too. The
+    work is the largest micro-batch of each round, added up: the others wait for it.
     """
     if len(micros) % count == 0:
         return micros

@@ -1,4 +1,4 @@
-"""The local trainer: one model, one device, AdamW on float32 weights.
+"""The local trainer: one model, one device, AdamW on float32 weights; or one process's part of several devices'.
 
 One update: compute advantages, leave out what teaches nothing, merge what shares a beginning, and run micro-batches
 within a token budget, for one optimizer step or several (`mini_batches` times `passes`). Old log-probabilities are

@@ -124,7 +124,7 @@ class ShardedTrainer:
         return total
 
     def close(self) -> None:
-        self.workers.kill()
+        self.workers.close()
 
     # -- workers -----------------------------------------------------------------------------------------------
 

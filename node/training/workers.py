@@ -31,6 +31,8 @@ POLL_SECONDS = 0.1
 GRACE_SECONDS = 1.0
 """After the first sign of trouble, for the others: who lost a connection says so before the one that broke it is seen
 to be gone."""
+END_SECONDS = 2.0
+"""For a killed process to be gone; a node has 4 s to stop in all."""
 HIDDEN = ("SHOAL_", "HF_TOKEN")
 """Beginnings of variables that workers have no business with: the passphrase of the identity is one."""
 COMMAND = (sys.executable, "-P", "-m", "node.training.worker")
@@ -84,7 +86,7 @@ class _Worker:
 
 
 class Workers:
-    """All methods are called from one thread, but `kill`, which is safe from any."""
+    """All methods are called from one thread, but `close`."""
 
     def __init__(self, plan: WorkerPlan, *, silent: float = SILENT_SECONDS) -> None:
         self.plan, self._silent = plan, silent
@@ -211,44 +213,50 @@ class Workers:
 
     def _lost(self) -> WorkersLost:
         """Why, by the likeliest cause; all workers are ended."""
-        codes = {worker.rank: worker.process.poll() for worker in self._workers}
+        workers = self._workers
+        codes = [worker.process.poll() for worker in workers]
+        self.kill()
         told = [
             (worker, worker.answer)
-            for worker in self._workers
+            for worker in workers
             if isinstance(worker.answer, Failed) and worker.answer.kind in ENDS
         ]
-        self.kill(forget=False)
-        try:
-            for worker, failed in told:
-                if failed.kind == "model":
-                    return WorkersLost(failed.why, "model")
-                if failed.kind == "memory":
-                    return WorkersLost(f"{worker.name} ran out of memory: {failed.why}", "memory")
-            for worker in self._workers:
-                if (code := codes[worker.rank]) is not None and code < 0:
-                    return WorkersLost(f"{worker.name} was ended by {signal.Signals(-code).name}")
-            for worker in self._workers:
-                if worker.trouble and not _has_ended(worker.answer):
-                    code = codes[worker.rank]
-                    how = worker.trouble if code is None else f"ended with code {code}"
-                    return WorkersLost(f"{worker.name} {how}; see {self.plan.log}\n{log_tail(self.plan.log)}")
-            worker, failed = told[0]
-            return WorkersLost(f"{worker.name} failed: {failed.why}")
-        finally:
-            self._workers = []
+        for worker, failed in told:
+            if failed.kind == "model":
+                return WorkersLost(failed.why, "model")
+            if failed.kind == "memory":
+                return WorkersLost(f"{worker.name} ran out of memory: {failed.why}", "memory")
+        for worker, code in zip(workers, codes, strict=True):
+            if code is not None and code < 0:
+                return WorkersLost(f"{worker.name} was ended by {signal.Signals(-code).name}")
+        for worker, code in zip(workers, codes, strict=True):
+            if worker.trouble and not _has_ended(worker.answer):
+                how = worker.trouble if code is None else f"ended with code {code}"
+                return WorkersLost(f"{worker.name} {how}; see {self.plan.log}\n{log_tail(self.plan.log)}")
+        worker, failed = told[0]
+        return WorkersLost(f"{worker.name} failed: {failed.why}")
 
-    def kill(self, *, forget: bool = True) -> None:
+    def kill(self) -> None:
         """End all of them now: what they hold is in the checkpoint and the journal."""
         for worker in self._workers:
             worker.process.kill()
             worker.connection.close()
         for worker in self._workers:
-            worker.process.wait()
+            try:
+                worker.process.wait(END_SECONDS)
+            except subprocess.TimeoutExpired:  # inside a driver, say: the kernel ends it when it can
+                log.warning("%s was killed and has not ended within %.0f s", worker.name, END_SECONDS)
         if self._directory is not None:
             shutil.rmtree(self._directory, ignore_errors=True)
             self._directory = None
-        if forget:
-            self._workers = []
+        self._workers = []
+
+    def close(self) -> None:
+        """End them for good, from any thread; whoever waits for an answer is told that they are gone."""
+        for worker in self._workers:
+            worker.process.kill()
+        if self._directory is not None:
+            shutil.rmtree(self._directory, ignore_errors=True)
 
 
 def _never() -> bool:

@@ -13,9 +13,9 @@ from node.interfaces import Batch, TrainGroup, TrainSequence
 from node.models import load_model
 from node.training.local import LocalTrainer
 from node.training.sharded import ShardedTrainer
-from node.training.workers import WorkerPlan, Workers
+from node.training.workers import Kind, WorkerPlan, Workers
 
-SETTINGS = {"learning_rate": 1e-3, "warmup_steps": 0, "tokens_per_micro_batch": 64}
+SETTINGS: dict[str, Any] = {"learning_rate": 1e-4, "warmup_steps": 0, "tokens_per_micro_batch": 64}
 """Micro-batches so small that a batch is several."""
 SECONDS = 240.0
 
@@ -52,8 +52,8 @@ def local(tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFact
     """A local trainer with some settings of TrainConfig."""
     place = tmp_path_factory.mktemp("local")
 
-    def make(kind: str = "llama", **settings: Any) -> LocalTrainer:
-        bundle = load_model(str(tiny_model(kind)), device="cpu", dtype="float32", models=place)
+    def make(dtype: str = "float32", **settings: Any) -> LocalTrainer:
+        bundle = load_model(str(tiny_model("llama")), device="cpu", dtype=dtype, models=place)
         return LocalTrainer(bundle, TrainConfig(**{**SETTINGS, **settings}), dumps=place / "dumps")
 
     return make
@@ -63,19 +63,17 @@ def local(tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFact
 def sharded(
     tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory, one_thread: None
 ) -> Iterator[Callable[..., ShardedTrainer]]:
-    """A sharded trainer that is started, with some settings of TrainConfig."""
+    """A sharded trainer that is started."""
     place = tmp_path_factory.mktemp("sharded")
     made: list[ShardedTrainer] = []
 
-    def make(kind: str = "llama", shards: int = 2, silent: float = 120.0, **settings: Any) -> ShardedTrainer:
-        path = str(tiny_model(kind))
-        bundle = load_model(path, device="cpu", dtype="float32", models=place)
-        plan = WorkerPlan(shards, "cpu", "float32", path, place, 1, 0.0, place / "dumps", place / "trainer.log")
-        config = TrainConfig(**{**SETTINGS, **settings, "shards": shards})
+    def make(shards: int = 2, dtype: Kind = "float32") -> ShardedTrainer:
+        path = str(tiny_model("llama"))
+        bundle = load_model(path, device="cpu", dtype=dtype, models=place)
+        plan = WorkerPlan(shards, "cpu", dtype, path, place, 1, 0.0, place / "dumps", place / "trainer.log")
+        config = TrainConfig(**SETTINGS, shards=shards)
         handover = place / f"handover-{len(made)}"
-        trainer = ShardedTrainer(
-            bundle, config, Workers(plan, silent=silent), handover=handover, seconds=lambda: SECONDS
-        )
+        trainer = ShardedTrainer(bundle, config, Workers(plan), handover=handover, seconds=lambda: SECONDS)
         made.append(trainer)
         trainer.start()
         return trainer

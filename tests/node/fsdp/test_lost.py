@@ -1,7 +1,7 @@
 """A trainer that is lost in the loop: the step is repeated from the journal, after a pause, and people are told."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -67,30 +67,56 @@ def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return made
 
 
-async def test_a_lost_step_is_repeated_from_the_journal(
-    tmp_path: Path, pauses: list[float], monkeypatch: pytest.MonkeyPatch
-) -> None:
+Make = Callable[[Fragile], Loop]
+
+
+@pytest.fixture
+def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
+    """A loop whose steps are updates of nothing, journalled like others."""
     device, history = Device(), History(tmp_path / "node.db", time.time)
-    trainer = Fragile({2, 4})  # step 2 at its first turn, and step 1 as it is repeated
-    parts: Any = SimpleNamespace(
-        config=Config(),
-        manifest=embedded_manifest("one", time.time() - 60),
-        peer_id="12D3",
-        bundle=None,
-        scorer=SimpleNamespace(knows=lambda ref: True),
-        device=device,
-        engine=FakeEngine(),
-        trainer=trainer,
-        teacher=None,
-        sampler=Sampler(0),
-        checkpoints=CheckpointStore(tmp_path / "checkpoints", 2),
-        history=history,
-        progress=Progress(time.time, 60.0),
-        clock=time.time,
-    )
-    loop = Loop(parts)
-    history.record_evaluation(0, {"x": 0.0})
-    told: list[tuple[str, str, str]] = []
+
+    def made(trainer: Fragile) -> Loop:
+        parts: Any = SimpleNamespace(
+            config=Config(),
+            manifest=embedded_manifest("one", time.time() - 60),
+            peer_id="12D3",
+            bundle=None,
+            scorer=SimpleNamespace(knows=lambda ref: True),
+            device=device,
+            engine=FakeEngine(),
+            trainer=trainer,
+            teacher=None,
+            sampler=Sampler(0),
+            checkpoints=CheckpointStore(tmp_path / "checkpoints", 2),
+            history=history,
+            progress=Progress(time.time, 60.0),
+            clock=time.time,
+        )
+        loop = Loop(parts)
+        history.record_evaluation(0, {"x": 0.0})
+
+        async def step() -> None:
+            number = trainer.step + 1
+            record = JournalRecord(number, Batch(number, ()), STATE, {"foreign_groups": 0})
+            await loop._journal(record)
+            await loop._apply(record)
+
+        monkeypatch.setattr(loop, "step", step)
+        return loop
+
+    yield made
+    device.close()
+    history.close()
+
+
+LOST = "the trainer is lost: worker 2 (process 7) was ended by SIGKILL"
+
+
+async def test_a_lost_step_is_repeated_from_the_journal(
+    make: Make, pauses: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = Fragile({2, 4})  # step 2 at its first turn, and as it is repeated
+    loop, told = make(trainer), list[tuple[str, str, str]]()
     say = Progress.say
 
     def listen(progress: Progress, state: Any, reason: str = "", next: str = "") -> None:
@@ -98,14 +124,6 @@ async def test_a_lost_step_is_repeated_from_the_journal(
         say(progress, state, reason, next)
 
     monkeypatch.setattr(Progress, "say", listen)
-
-    async def step() -> None:
-        number = trainer.step + 1
-        record = JournalRecord(number, Batch(number, ()), STATE, {"foreign_groups": 0})
-        await loop._journal(record)
-        await loop._apply(record)
-
-    monkeypatch.setattr(loop, "step", step)
     await loop.recover()
     await loop.run(3)
     assert trainer.step == 3
@@ -114,16 +132,26 @@ async def test_a_lost_step_is_repeated_from_the_journal(
     assert trainer.starts == 3
     assert pauses == [1.0, 2.0, 4.0]
     assert loop._losses == 0
-    assert [one["step"] for one in history.steps(0, 10)] == [1, 2, 3]
-    said = [event["message"] for event in history.events(None, 20) if event["kind"] == "trainer"]
-    lost = "the trainer is lost: worker 2 (process 7) was ended by SIGKILL"
-    assert sorted(said) == sorted(
-        [
-            f"{lost}; it is started again in 1 s",
-            f"{lost}; it is started again in 2 s",
-            "the trainer is lost: worker 1 did not come up; it is started again in 4 s",
-        ]
-    )
-    assert ("WAITING", f"{lost}; it is started again", "if that goes on, read the log: shoal logs") in told
-    device.close()
-    history.close()
+    assert [one["step"] for one in loop.parts.history.steps(0, 10)] == [1, 2, 3]
+    assert trainer_events(loop) == [
+        f"{LOST}; it is started again in 1 s",
+        f"{LOST}; it is started again in 2 s",
+        "the trainer is lost: worker 1 did not come up; it is started again in 4 s",
+    ]
+    assert ("WAITING", f"{LOST}; it is started again", "if that goes on, read the log: shoal logs") in told
+
+
+async def test_an_update_that_kills_every_time_is_left_out(make: Make, pauses: list[float]) -> None:
+    trainer = Fragile({2, 4, 6})
+    loop = make(trainer)
+    await loop.recover()
+    await loop.run(2)
+    assert trainer.given == [1, 2, 1, 2, 1, 2, 1, 2]  # the last one is another try of step 2, with other groups
+    said = [event["message"] for event in loop.parts.history.events(None, 50) if event["kind"] == "resume"]
+    assert any("the update of step 2 is left out and the step tried again with other groups" in one for one in said)
+    assert len(trainer_events(loop)) == 4
+
+
+def trainer_events(loop: Loop) -> list[str]:
+    events = loop.parts.history.events(None, 50)
+    return [event["message"] for event in events if event["kind"] == "trainer"]

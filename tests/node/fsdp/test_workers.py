@@ -1,6 +1,7 @@
 """Workers that are asked and fail: each cause by name, all ended, nothing left behind. Stand-ins without torch."""
 
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -114,6 +115,15 @@ def test_one_that_only_beats_has_a_deadline_and_one_that_is_silent_another(start
     with pytest.raises(WorkersLost, match=r"worker 2 .* has not been heard of for 2 s"):
         start("say(Done(0))\ncommand()\ntime.sleep(60)", silent=2.0).ask(Memory(), 60.0)
     assert time.monotonic() - began < 50
+
+
+def test_a_node_that_stops_does_not_wait_for_an_answer(start: Callable[..., Workers]) -> None:
+    workers = start("say(Done(0))\ncommand()\nbeat_for_ever()")
+    pids = workers.pids
+    threading.Timer(0.5, workers.close).start()
+    with pytest.raises(WorkersLost, match="was ended by SIGKILL"):
+        workers.ask(Memory(), 60.0)
+    assert not any(psutil.pid_exists(pid) for pid in pids)
 
 
 def test_the_passphrase_is_kept_from_workers(start: Callable[..., Workers], monkeypatch: pytest.MonkeyPatch) -> None:
