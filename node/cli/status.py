@@ -96,6 +96,7 @@ def overview(now: Mapping[str, Any]) -> dict[str, Any]:
         "model": now["model"],
         "engine": now.get("engine") or None,
         "step": now["step"],
+        "policy": None if now.get("policy_version") is None else f"version {now['policy_version']}",
         "stage": stage,
         "reward": f"{number(now['reward'])} (first step {number(now['reward_start'])})" if trained else None,
         "held-out": held_out or None,

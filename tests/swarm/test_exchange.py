@@ -7,7 +7,7 @@ import time
 import pytest
 
 from protocol.rollout import TaskRef
-from protocol.rules import Rejected
+from protocol.rules import Reason, Rejected
 from swarm.experience import ExperienceStore, StoreFull
 from tests.swarm.world import World, join, make_group, until
 
@@ -115,6 +115,24 @@ async def test_a_full_disk_is_told_and_passes(world: World, monkeypatch: pytest.
     full = False
     assert ("store", "no room for node.db: free some disk") in b.events
     await until(lambda: digest in b.pool())
+
+
+async def test_a_withdrawn_group_is_its_producers_and_enough_of_them_a_ban(world: World) -> None:
+    a, b = await world.node("a"), await world.node("b")
+    await join(a, b)
+    digests = [a.exchange.publish(make_group(a.identity, slot)) for slot in range(5)]
+    await until(lambda: b.pool() == set(digests))
+    late = Rejected(Reason.stale_policy, "of version 1, this is 9")
+    b.exchange.withdraw(digests[0], a.identity.peer_id, late)
+    assert b.pool() == set(digests[1:])
+    assert b.verdicts(a.identity.peer_id)["stale_policy"] == 1
+    before = b.exchange.weight(a.identity.peer_id)
+    for digest in digests[1:]:
+        b.exchange.withdraw(digest, a.identity.peer_id, Rejected(Reason.logprob_mismatch, "0.9 nats apart"))
+    assert before > b.exchange.weight(a.identity.peer_id) == 0
+    assert b.count("rejected") == {"stale_policy": 1, "logprob_mismatch": 4}
+    assert b.verdict(digests[1]) == "logprob_mismatch"
+    assert any(kind == "banned" for kind, _ in b.events)
 
 
 async def test_an_outbox_that_is_full_drops_and_heals(world: World, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -387,6 +387,31 @@ def test_parts_of_rewards_and_uses_are_kept(store: ExperienceStore) -> None:
     assert store.find(record(1).digest.hex()).uses == 2
 
 
+def test_what_followers_are_credited_with_is_no_refusal(store: ExperienceStore) -> None:
+    store.peers.save(PeerRecord("alice", 1.0, 0.0, NOW, False, "", NOW, NOW), "admitted")
+    for n in (1, 2):
+        store.add(record(n, model=f"tiny {n}"), b"body")
+    assert [entry.model for entry in store.pool(NOW)] == ["tiny 1", "tiny 2"]
+    store.mark_used([record(1).digest, record(2).digest], [record(2).digest])
+    store.mark_used([record(2).digest], [record(2).digest])
+    assert store.peers.verdicts(["alice"]) == {"alice": {"admitted": 1, "trained": 3, "followed": 2}}
+    assert store.peers.credited() == 2
+    ((_, admitted, refused),) = store.peers.standings()
+    assert (admitted, refused) == (1, 0)
+
+
+def test_a_group_that_is_overruled_is_neither_trained_on_nor_served(store: ExperienceStore) -> None:
+    for n in (1, 2):
+        store.add(record(n), b"body")
+    store.overrule(record(1).digest, "logprob_mismatch", "0.9 nats apart")
+    assert [entry.digest for entry in store.pool(NOW)] == [record(2).digest]
+    assert store.unused(NOW) == {"alice": 1}
+    assert store.body(record(1).digest) is None
+    found = store.find(record(1).digest.hex())
+    assert (found.verdict, found.detail) == ("logprob_mismatch", "0.9 nats apart")
+    assert store.has_group(record(1).digest)
+
+
 def test_other_groups_on_the_same_task(store: ExperienceStore) -> None:
     task = TaskRef("chain_sum", "1", 77, 3)
     for n in range(5):
