@@ -36,6 +36,7 @@ from swarm.round_log import Fault, Kept, RoundLog
 from swarm.transport import Busy, Transport, TransportError
 
 SYNC_SECONDS = 30.0
+ASKERS = 2
 MAX_WAITING = 256
 MAX_ANSWER_BYTES = (MAX_ROUNDS + 2 * MAX_PROOFS) * (MAX_ANNOUNCEMENT_BYTES + 8) + 64
 SYNC_ROUNDS = 8
@@ -214,7 +215,8 @@ class Following:
         for peer in self._transport.peers():
             self._soon(peer)
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._ask_waiting(), name="rounds: ask")
+            for i in range(ASKERS):
+                tasks.create_task(self._ask_waiting(), name=f"rounds: ask {i}")
             tasks.create_task(self._remind(), name="rounds: remind")
 
     async def _remind(self) -> None:
@@ -232,7 +234,8 @@ class Following:
                 self._wake.clear()
                 await self._wake.wait()
                 continue
-            peer = next(iter(self._waiting))
+            # the leader first: a standby must not take its own slowness for the leader's silence
+            peer = self.leader if self.leader in self._waiting else next(iter(self._waiting))
             del self._waiting[peer]
             try:
                 await self.ask(peer)
