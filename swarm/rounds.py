@@ -81,8 +81,9 @@ class Following:
         self.members: MemberList | None = None
         """The newest one known."""
         self.board: Board | None = None
-        self.changed = asyncio.Event()
-        """Set at every new head and list; whoever waits for it clears it."""
+        self._read_members: bytes | None = None
+        self._read_board: bytes | None = None
+        """Digests of these two."""
         self.on_members: Callable[[MemberList], None] = lambda members: None
         self.on_asked: Callable[[str], None] = lambda peer: None
         """Told of every peer that asks for the log."""
@@ -153,7 +154,6 @@ class Following:
     def _move(self, head: Kept | None) -> None:
         before, self.head = self.head, head
         self._take_lists()
-        self.changed.set()
         if head and (before is None or before.coordinator != head.coordinator):
             self._on_event("coordinator", f"{head.coordinator} leads, round {head.record.number}")
 
@@ -176,19 +176,22 @@ class Following:
         return [(digest, kind) for digest, kind in named if digest and self.log.list_body(digest) is None]
 
     def _take_lists(self) -> None:
-        """Read what the log names and the store has."""
+        """Read what the log names and the store has, where it was not read yet."""
         if self.head is None:
             return
-        body = self.log.list_body(self.head.record.members)
+        named = self.head.record.members
+        body = self.log.list_body(named) if named != self._read_members else None
         if body is not None:
             members = read_list(body, MemberList, self.manifest.digest)
-            if members != self.members and isinstance(members, MemberList):
+            self._read_members = named
+            if isinstance(members, MemberList):
                 self.members = members
                 self.on_members(members)
         board = self.log.newest_board()
-        body = self.log.list_body(board) if board else None
+        body = self.log.list_body(board) if board and board != self._read_board else None
         if body is not None:
             found = read_list(body, Board, self.manifest.digest)
+            self._read_board = board
             self.board = found if isinstance(found, Board) else None
 
     def keep_list(self, digest: bytes, body: bytes) -> None:
@@ -196,7 +199,6 @@ class Following:
         named = [digest, *([self.head.record.members, self.log.newest_board() or b""] if self.head else [])]
         self.log.add_list(digest, body, named)
         self._take_lists()
-        self.changed.set()
 
     # -- asking ----------------------------------------------------------------------------------------------
 
