@@ -149,7 +149,10 @@ class Coordinator:
         topic = rounds_topic(self.manifest.digest)
         async for event in self._transport.events():
             if isinstance(event, Message) and event.topic == topic:
-                self.following.hear(event.data, event.forwarder)
+                try:
+                    self.following.hear(event.data, event.forwarder)
+                except StoreError as error:  # it is asked for again
+                    self._on_event("store", str(error))
             elif isinstance(event, Message):
                 self._heard_group(event.data)
             elif isinstance(event, PeerConnected):
