@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from node.config import Config
+from node.engines.requests import RequestTooLong
 from node.rollouts import sample, sampling_seed
 from node.scorer import ScorerError
 from protocol.assignment import round_task
@@ -107,7 +108,7 @@ class Rounds:
                 rollouts = await sample(
                     parts.engine, parts.bundle, parts.scorer, parts.config, refs, seeds, record.samples
                 )
-            except ScorerError as error:
+            except (ScorerError, RequestTooLong) as error:
                 self._on_event("round", f"round {record.number} is not answered: {error}")
                 rollouts = []
         counts, self.trained = self.trained, Counter()

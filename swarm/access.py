@@ -5,11 +5,12 @@ relayed at once, and parted from after a grace in which it may have become a mem
 """
 
 import asyncio
+import contextlib
 from collections.abc import Callable
 
 from protocol.board import MemberList
 from protocol.manifest import Manifest
-from swarm.transport import Transport
+from swarm.transport import Transport, TransportError
 
 GRACE_SECONDS = 20.0
 """For a connected peer that is not listed yet: the list may be on its way."""
@@ -77,4 +78,5 @@ class Access:
         for peer, since in self._since.items():
             if now - since >= self._grace:
                 self._on_event("unlisted", f"{peer} is not on the coordinator's member list: parted from")
-                await self._transport.disconnect(peer)
+                with contextlib.suppress(TransportError):  # it is looked at again
+                    await self._transport.disconnect(peer)

@@ -46,7 +46,7 @@ from protocol.rules import check_announcement
 from swarm.access import Access
 from swarm.allowance import Allowance
 from swarm.database import StoreError
-from swarm.evaluation import LATE_SECONDS, Evaluation, Score, ScoringUnavailable
+from swarm.evaluation import LATE_SECONDS, Evaluation, Score, ScoringUnavailable, most_bytes
 from swarm.gate import AnnouncementGate
 from swarm.membership import Membership, NotAdmitted
 from swarm.reports import Reports
@@ -149,7 +149,10 @@ class Coordinator:
         topic = rounds_topic(self.manifest.digest)
         async for event in self._transport.events():
             if isinstance(event, Message) and event.topic == topic:
-                self.following.hear(event.data, event.forwarder)
+                try:
+                    self.following.hear(event.data, event.forwarder)
+                except StoreError as error:  # it is asked for again
+                    self._on_event("store", str(error))
             elif isinstance(event, Message):
                 self._heard_group(event.data)
             elif isinstance(event, PeerConnected):
@@ -325,6 +328,9 @@ class Coordinator:
         wanted = len(self.manifest.environments) * record.tasks * record.samples
         if len(request.answers) != wanted:
             return f"{len(request.answers)} answers, {wanted} were asked for"
+        room = record.tasks * record.samples * sum(map(most_bytes, self.manifest.environments))
+        if sum(len(answer) for answer in request.answers if answer) > room:
+            return f"the answers are longer than {room} characters together"
         return ""
 
     def _charge(self, peer: str) -> None:

@@ -14,6 +14,7 @@ from protocol.messages import (
     ReportRequest,
     ReportResponse,
 )
+from swarm.database import StoreError
 from swarm.rounds import Following
 from swarm.transport import Busy, Transport, TransportError
 
@@ -66,6 +67,9 @@ class Entering:
                     await following.ask(coordinator)
             except (TransportError, msgspec.DecodeError):
                 continue
+            except StoreError as error:
+                self._on_event("store", str(error))
+                return
             said = "" if answer.role else answer.detail
             if said and said != self.said:
                 self._on_event("coordinator", f"{coordinator[-8:]} does not let this node in: {said}")

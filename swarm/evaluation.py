@@ -5,7 +5,7 @@ from collections.abc import Awaitable, Callable, Sequence
 
 from protocol.assignment import round_task
 from protocol.board import Report, list_bytes, next_board
-from protocol.manifest import Manifest
+from protocol.manifest import EnvironmentSpec, Manifest
 from protocol.messages import ReportRequest
 from protocol.rollout import TaskRef
 from protocol.rounds import Round
@@ -22,6 +22,11 @@ MAX_TEXT_BYTES = 64 * 1024
 
 Score = Callable[[Sequence[tuple[TaskRef, str]]], Awaitable[Sequence[float]]]
 """Rewards of answers, in order, from the coordinator's own scorer. May raise ScoringUnavailable."""
+
+
+def most_bytes(spec: EnvironmentSpec) -> int:
+    """The longest answer to a task of this environment that is scored at all."""
+    return min(MAX_TEXT_BYTES, BYTES_PER_TOKEN * (spec.max_tokens or MAX_TEXT_BYTES))
 
 
 class ScoringUnavailable(Exception):
@@ -61,7 +66,7 @@ class Evaluation:
             if None in answers:
                 means.append(None)
                 continue
-            most = min(MAX_TEXT_BYTES, BYTES_PER_TOKEN * (spec.max_tokens or MAX_TEXT_BYTES))
+            most = most_bytes(spec)
             items = [
                 (round_task(self._manifest, record.seed, spec.name, n // record.samples), text)
                 for n, text in enumerate(answers)

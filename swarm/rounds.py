@@ -36,6 +36,7 @@ from swarm.round_log import Fault, Kept, RoundLog
 from swarm.transport import Busy, Transport, TransportError
 
 SYNC_SECONDS = 30.0
+ASKERS = 2
 MAX_WAITING = 256
 MAX_ANSWER_BYTES = (MAX_ROUNDS + 2 * MAX_PROOFS) * (MAX_ANNOUNCEMENT_BYTES + 8) + 64
 SYNC_ROUNDS = 8
@@ -80,8 +81,9 @@ class Following:
         self.members: MemberList | None = None
         """The newest one known."""
         self.board: Board | None = None
-        self.changed = asyncio.Event()
-        """Set at every new head and list; whoever waits for it clears it."""
+        self._read_members: bytes | None = None
+        self._read_board: bytes | None = None
+        """Digests of these two."""
         self.on_members: Callable[[MemberList], None] = lambda members: None
         self.on_asked: Callable[[str], None] = lambda peer: None
         """Told of every peer that asks for the log."""
@@ -152,7 +154,6 @@ class Following:
     def _move(self, head: Kept | None) -> None:
         before, self.head = self.head, head
         self._take_lists()
-        self.changed.set()
         if head and (before is None or before.coordinator != head.coordinator):
             self._on_event("coordinator", f"{head.coordinator} leads, round {head.record.number}")
 
@@ -175,19 +176,22 @@ class Following:
         return [(digest, kind) for digest, kind in named if digest and self.log.list_body(digest) is None]
 
     def _take_lists(self) -> None:
-        """Read what the log names and the store has."""
+        """Read what the log names and the store has, where it was not read yet."""
         if self.head is None:
             return
-        body = self.log.list_body(self.head.record.members)
+        named = self.head.record.members
+        body = self.log.list_body(named) if named != self._read_members else None
         if body is not None:
             members = read_list(body, MemberList, self.manifest.digest)
-            if members != self.members and isinstance(members, MemberList):
+            self._read_members = named
+            if isinstance(members, MemberList):
                 self.members = members
                 self.on_members(members)
         board = self.log.newest_board()
-        body = self.log.list_body(board) if board else None
+        body = self.log.list_body(board) if board and board != self._read_board else None
         if body is not None:
             found = read_list(body, Board, self.manifest.digest)
+            self._read_board = board
             self.board = found if isinstance(found, Board) else None
 
     def keep_list(self, digest: bytes, body: bytes) -> None:
@@ -195,7 +199,6 @@ class Following:
         named = [digest, *([self.head.record.members, self.log.newest_board() or b""] if self.head else [])]
         self.log.add_list(digest, body, named)
         self._take_lists()
-        self.changed.set()
 
     # -- asking ----------------------------------------------------------------------------------------------
 
@@ -214,7 +217,8 @@ class Following:
         for peer in self._transport.peers():
             self._soon(peer)
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._ask_waiting(), name="rounds: ask")
+            for i in range(ASKERS):
+                tasks.create_task(self._ask_waiting(), name=f"rounds: ask {i}")
             tasks.create_task(self._remind(), name="rounds: remind")
 
     async def _remind(self) -> None:
@@ -232,7 +236,8 @@ class Following:
                 self._wake.clear()
                 await self._wake.wait()
                 continue
-            peer = next(iter(self._waiting))
+            # the leader first: a standby must not take its own slowness for the leader's silence
+            peer = self.leader if self.leader in self._waiting else next(iter(self._waiting))
             del self._waiting[peer]
             try:
                 await self.ask(peer)

@@ -8,7 +8,18 @@ from typing import Any
 
 import pytest
 
-from node.bench import exchange, memory, policy, rollout_hf, rollout_ours, routing, step, step_ours, train
+from node.bench import (
+    coordinator,
+    exchange,
+    memory,
+    policy,
+    rollout_hf,
+    rollout_ours,
+    routing,
+    step,
+    step_ours,
+    train,
+)
 from node.bench.exchange_producer import ANSWERS, around_as_json, as_json
 from node.bench.floor import Work, work_of
 from node.bench.machine import machine
@@ -223,3 +234,13 @@ def test_adapters_hold_less_than_all_weights(tiny_model: Callable[..., Path], tm
     )
     assert whole["optimizer_mb"] > adapted["optimizer_mb"] > 0
     assert whole["weights_mb"] < adapted["weights_mb"]
+
+
+async def test_what_a_member_costs_a_coordinator() -> None:
+    found = await coordinator.compare(1, {}, members=12)
+    assert (found["calls"]["enter"], found["calls"]["report"]) == (12, 12)
+    assert found["calls"]["announcement"] == 2 * 12 * coordinator.GROUPS  # at the gate, and counted
+    assert set(found["cpu_ms_per_member"]) == {"enter", "follow", "announcement", "report", "score"}
+    assert all(spent > 0 for spent in found["cpu_ms_per_member"].values())
+    assert found["bytes_per_member"]["evaluate"]["out"] > 0
+    assert 0 < found["memory"]["bytes_per_member"] < 100_000

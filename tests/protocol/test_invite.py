@@ -111,3 +111,18 @@ def test_good_addresses(host: str) -> None:
 def test_bad_addresses(address: str, says: str) -> None:
     with pytest.raises(InviteError, match=says):
         check_peer_address(address)
+
+
+def test_a_token_is_of_the_version_that_has_one() -> None:
+    body = [bytes(32), [], None, "n"]
+    invite = Invite(bytes(32), (), None, "n", bytes(range(16)))
+    assert Invite.parse(invite.to_uri()) == invite
+    assert "token" not in repr(invite)
+    for broken in (
+        link(1, [*body, bytes(16)]),
+        link(2, body),
+        link(2, [*body, bytes(15)]),
+        link(2, [*body, bytes(16), 1]),
+    ):
+        with pytest.raises(InviteError, match="the invite is broken"):
+            Invite.parse(broken)

@@ -417,6 +417,8 @@ async def test_a_report_that_does_not_fit_is_refused_and_long_answers_score_noth
         await anna.transport.request(lead.id, REPORT_PROTOCOL, b"\xc1", max_bytes=1000, timeout=2)
     with pytest.raises(RequestFailed):
         await report("x" * (1 << 20))
+    # together at most 2 x 512 + 2 x 65,536: what is scored at all
+    assert "longer than" in (await report(*("x" * 40_000,) * 4)).detail
     record = anna.following.round
     assert record is not None
     assert (await report("long " * 200, "0 1", "0 1", "0 1")).taken  # 1,000 bytes where 4 tokens are allowed

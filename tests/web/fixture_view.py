@@ -284,5 +284,22 @@ class FixtureView:
                       "An epoch lasts 10 minutes. In each one a node works on 64 tasks of its own and 8 of all.",
                       "A group counts for 30 minutes. At most half of what comes from peers in a step is of one peer.",
                       "Every node scores what it gets itself; a claim may be off by 0.0001."],
-            "private": True, "members": len(self.peer_rows) // 7, "coordinator": None,
+            "private": True, "listed": False, "members": len(self.peer_rows) // 7,
+            "invite_caution": self._text("these addresses are of this container"), "coordinator": self._coordination(),
+        }  # fmt: skip
+
+    def _coordination(self) -> dict[str, Any]:
+        """A coordinator in the middle of a round, another one that was proven false."""
+        peers = [self._text("") + str(peer["peer_id"]) for peer in self.peer_rows[:12]]
+        return {
+            "coordinators": peers[:2], "leader": peers[0] if peers else None, "leading": False, "listed_only": False,
+            "listed": False, "said": self._text("the invite is used up; ask for a new one"), "members": len(peers),
+            "faults": [{"coordinator": peer, "reason": "equivocation", "detail": self._text("signed two records")}
+                       for peer in peers[1:2]],
+            "round": {"number": 12, "state": "open", "term": 1, "opened": self.now(), "closes": self.now() + 300,
+                      "answers_by": None, "mix": {self._text(name): 1 / len(TASKS) for name in TASKS}},
+            "board": {"number": 11, "standings": [
+                {"peer": peer, "mean": 0.9 - i / 20 if i % 4 else None, "best": 0.95 - i / 20, "credit": i / 50,
+                 "scores": [0.5] * len(TASKS) if i % 4 else []}
+                for i, peer in enumerate(peers)]},
         }  # fmt: skip

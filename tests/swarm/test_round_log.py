@@ -1,0 +1,124 @@
+"""What of the coordinators' log is kept, in which order it is told, and that all of it is bounded."""
+
+import hashlib
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from protocol.board import Member, MemberList, list_bytes
+from protocol.manifest import Coordination, embedded_manifest
+from protocol.messages import ReportRequest, Trained
+from protocol.rounds import Facts, Pace, Round, first, open_round, seal_round
+from swarm import round_log
+from swarm.membership import Membership, NoSuchMember
+from swarm.reports import Reports
+from swarm.round_log import Fault, RoundLog
+from tests.swarm.world import who
+
+NOW = 1_800_000_000.0
+LEAD, SPARE = who("lead"), who("spare")
+MANIFEST = embedded_manifest("log", NOW, Coordination((LEAD.peer_id, SPARE.peer_id), listed_only=True))
+FIRST = first(MANIFEST, Facts(b"m" * 32, 0, 0, b"", (1, 1, 1, 1)), Pace(1, 1, 1, 1.0, 0, 1, 1))
+
+
+def add(log: RoundLog, record: Round) -> bytes:
+    """Its digest."""
+    sealed = seal_round(LEAD if record.term % 2 == 0 else SPARE, record, NOW)
+    opened, read = open_round(sealed, MANIFEST, NOW)
+    log.add(opened, read, sealed)
+    return opened.digest
+
+
+def chain(log: RoundLog, count: int, **changes: object) -> list[bytes]:
+    digests = [b""]
+    for revision in range(count):
+        record = msgspec.structs.replace(FIRST, revision=revision, previous=digests[-1], **changes)
+        digests.append(add(log, record))
+    return digests[1:]
+
+
+def test_records_are_told_in_order_from_the_one_that_is_known(tmp_path: Path) -> None:
+    log = RoundLog(tmp_path / "node.db")
+    assert log.last() is None
+    assert log.after(b"", 5) == []
+    digests = chain(log, 6)
+    named = [hashlib.sha256(sealed).digest() for sealed in log.after(digests[1], 10)]
+    assert named == digests[2:]
+    assert [hashlib.sha256(sealed).digest() for sealed in log.after(b"?" * 32, 2)] == digests[-2:]
+    assert len(log.after(digests[0], 3)) == 3
+    last = log.last()
+    assert last is not None
+    assert (last.digest, last.coordinator, last.record.revision) == (digests[-1], LEAD.peer_id, 5)
+    later = add(log, msgspec.structs.replace(FIRST, term=1, previous=digests[0]))
+    last = log.last()
+    assert last is not None
+    assert last.digest == later  # a higher term is later than all of a lower one
+    log.close()
+    assert RoundLog(tmp_path / "node.db").last() == last
+
+
+def test_who_is_at_fault_is_passed_over_and_the_first_proof_is_kept(tmp_path: Path) -> None:
+    log = RoundLog(tmp_path / "node.db")
+    chain(log, 2)
+    spare = add(log, msgspec.structs.replace(FIRST, term=1))
+    assert log.add_fault(Fault(SPARE.peer_id, "equivocation", "why", b"one", b"two"))
+    assert not log.add_fault(Fault(SPARE.peer_id, "broken_chain", "", b"three", b""))
+    last, any_ = log.last(), log.last(honest=False)
+    assert last is not None
+    assert any_ is not None
+    assert (last.coordinator, any_.digest) == (LEAD.peer_id, spare)
+    assert [fault.first for fault in log.faults()] == [b"one"]
+    assert len(log.after(b"", 10)) == 2
+
+
+def test_records_and_lists_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(round_log, "MAX_RECORDS", 5)
+    monkeypatch.setattr(round_log, "MAX_LISTS", 3)
+    log = RoundLog(tmp_path / "node.db")
+    chain(log, 20)
+    assert len(log.after(b"", 100)) == 5
+    for number in range(10):
+        log.add_list(bytes([number]) * 32, b"list", [b"\x00" * 32])
+    held = [number for number in range(10) if log.list_body(bytes([number]) * 32)]
+    assert held == [0, 7, 8, 9]  # the named one and the last three
+
+
+def test_a_standby_adopts_the_list_and_keeps_what_it_knew(tmp_path: Path) -> None:
+    here = Membership(tmp_path / "node.db", MANIFEST.digest, lambda: NOW, listed_only=True)
+    token = here.invite(uses=2, expires=NOW + 1, role="member")
+    anna, bert, carl, eve = (who(name).peer_id for name in ("anna", "bert", "carl", "eve"))
+    here.enter(anna, token)
+    here.enter(bert, token)
+    listed = MemberList(
+        MANIFEST.digest, tuple(sorted((Member(anna, "member"), Member(carl, "observer")), key=str)), (eve,)
+    )
+    here.adopt(listed)
+    assert {(one.peer, one.role, one.invite) for one in here.members()} == {
+        (anna, "member", 1),
+        (carl, "observer", None),
+    }
+    assert here.signed_list().kicked == (eve,)
+    # another process writes: the next look sees it
+    other = Membership(tmp_path / "node.db", MANIFEST.digest, lambda: NOW, listed_only=True)
+    other.kick(anna, "")
+    assert [one.peer for one in here.members()] == [carl]
+    with pytest.raises(NoSuchMember):
+        other.forgive(anna + "x")
+    assert list_bytes(here.signed_list()) == list_bytes(other.signed_list())
+
+
+def test_reports_are_kept_until_their_round_is_long_over(tmp_path: Path) -> None:
+    reports = Reports(tmp_path / "node.db")
+    report = ReportRequest(MANIFEST.digest, 1, ("4", None), (Trained(LEAD.peer_id, 2),))
+    assert reports.add("anna", report, msgspec.msgpack.encode(report))
+    assert not reports.add("anna", report, b"another")
+    assert reports.next_unscored(1) == ("anna", report)
+    assert reports.next_unscored(2) is None
+    reports.hear(1, {"anna": 2})
+    reports.hear(1, {"anna": 3})
+    reports.hear(2, {"anna": 1})
+    assert (reports.heard(1, 1), reports.heard(1, 2)) == ({"anna": 5}, {"anna": 6})
+    reports.forget_before(2)
+    assert reports.reporters(1) == set()
+    assert reports.heard(1, 2) == {"anna": 1}
