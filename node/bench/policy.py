@@ -31,7 +31,7 @@ async def compare(threads: int, machine: dict[str, Any]) -> dict[str, Any]:
                 versions.append(_row(steps, made, taken))
     whole, one = versions[0]["bytes"], versions[1]["bytes"]
     return {
-        "workload": {key: where[key] for key in ("parameters", "learning_rate", "groups")},
+        "workload": {key: where[key] for key in ("parameters", "learning_rate")},
         "dtype": where["dtype"],
         "versions": versions,
         "bit_for_bit": all(row["same"] for row in versions),
@@ -52,6 +52,8 @@ def _row(steps: int, made: dict[str, Any], taken: dict[str, Any]) -> dict[str, A
         "apply_seconds": taken["apply_seconds"],
         "adopt_seconds": taken["adopt_seconds"],
         "seconds": taken["at"] - made["began_at"],
+        "cpu_seconds_copy_encode": made["cpu_seconds"],
+        "cpu_seconds_apply_adopt": taken["cpu_seconds"],
         "wire_bytes": taken["bytes_in"],
         "same": made["state"] == taken["state"],
     }

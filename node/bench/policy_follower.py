@@ -44,7 +44,7 @@ async def follow(spec: Mapping[str, Any], say: Say, directory: Path) -> None:
 
     def timed(take: Arrived) -> Arrived:
         async def arrived(pulled: Pulled) -> None:
-            watch = time.perf_counter()
+            watch, cpu = time.perf_counter(), time.process_time()
             await take(pulled)
             staged, applied = following.staged, time.perf_counter()
             assert staged is not None
@@ -52,6 +52,7 @@ async def follow(spec: Mapping[str, Any], say: Say, directory: Path) -> None:
             say(
                 {
                     "at": time.time(),
+                    "cpu_seconds": time.process_time() - cpu,
                     "state": staged.state.hex()[:16],
                     "bytes_in": pulled.bytes_in,
                     "pull_seconds": pulled.seconds,

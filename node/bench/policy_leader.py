@@ -14,7 +14,6 @@ import torch
 from node.bench.policy_node import SWARM, policy_node
 from node.bench.side import Say, serve
 from node.bench.train import grouped
-from node.bench.workload import GROUP_SIZE, NEW_TOKENS
 from node.config_train import TrainConfig
 from node.device import Device
 from node.federation.publishing import Publisher
@@ -26,9 +25,8 @@ from node.training.local import LocalTrainer
 from protocol.policy import Weights
 from swarm.policies import PolicyServing, PolicyStore
 
-PROMPT_TOKENS = 144
-GROUPS = 2
-"""Of an update: how much AdamW changes does not depend on it."""
+PROMPT_TOKENS, NEW_TOKENS, GROUP_SIZE = 32, 8, 4
+"""Of the one group of an update: how much AdamW changes hardly depends on it, so it may be quick."""
 DTYPE: Weights = "bfloat16"
 WAIT_SECONDS = 0.01
 
@@ -69,7 +67,6 @@ async def lead(spec: Mapping[str, Any], say: Say, directory: Path) -> None:
                 "leader": node.identity.peer_id,
                 "parameters": size,
                 "learning_rate": config.learning_rate,
-                "groups": GROUPS,
                 "dtype": DTYPE,
             }
         )
@@ -78,11 +75,12 @@ async def lead(spec: Mapping[str, Any], say: Say, directory: Path) -> None:
             for _ in range(json.loads(line)["steps"]):
                 # the seed is the shape: one token more makes other groups
                 case = grouped(PROMPT_TOKENS + trainer.step, NEW_TOKENS, GROUP_SIZE, vocabulary=bundle.vocabulary_size)
-                await device.run(trainer.update, Batch(trainer.step + 1, case.groups[:GROUPS]))
-            began_at = time.time()
+                await device.run(trainer.update, Batch(trainer.step + 1, case.groups[:1]))
+            began_at, cpu = time.time(), time.process_time()
             await publisher.offer(trainer, device)
             while publisher.last is None or publisher.last.version != trainer.step:  # noqa: ASYNC110 - it has no event
                 await asyncio.sleep(WAIT_SECONDS)
+            cpu = time.process_time() - cpu
             now = trainer.snapshot(DTYPE)
             changed = sum(int((now[name] != weight).sum()) for name, weight in before.items())
             before, made = now, publisher.last
@@ -93,6 +91,7 @@ async def lead(spec: Mapping[str, Any], say: Say, directory: Path) -> None:
                     "changed_share": changed / size,
                     "copy_seconds": made.copy_seconds,
                     "encode_seconds": made.encode_seconds,
+                    "cpu_seconds": cpu,
                     "state": next(s for s, version in publisher.versions.items() if version == made.version),
                 }
             )
