@@ -43,7 +43,8 @@ class Standing(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
 
     peer: PeerId
     scores: Annotated[tuple[float | None, ...], msgspec.Meta(max_length=256)]
-    """Mean held-out reward by environment, in the manifest's order; None: not answered. Empty: absent."""
+    """Mean held-out reward by environment, in the manifest's order; None: not answered. Empty: absent, or left out for
+    want of room."""
     mean: float | None
     """Over all environments, one not answered counting 0; None: absent."""
     best: float | None
@@ -136,6 +137,17 @@ def _shares(
             counts[one.producer] = min(counts.get(one.producer, 0) + one.groups, heard.get(one.producer, 0))
     total = sum(counts.values())
     return {producer: min(MAX_SHARE, count / total) for producer, count in counts.items() if count} if total else {}
+
+
+def fitted(board: Board) -> Board:
+    """The board within MAX_LIST_BYTES: where many members and many environments make it longer, the scores by
+    environment of the last ones are left out."""
+    kept, standings = len(board.standings), board.standings
+    while len(list_bytes(board)[1]) > MAX_LIST_BYTES:
+        kept //= 2
+        rest = (msgspec.structs.replace(one, scores=()) for one in standings[kept:])
+        board = msgspec.structs.replace(board, standings=(*standings[:kept], *rest))
+    return board
 
 
 def pass_rates(board: Board, environments: Sequence[str]) -> dict[str, float | None]:

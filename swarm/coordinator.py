@@ -323,7 +323,7 @@ class Coordinator:
             return f"round {record.number} is {record.state.name}"
         if self._clock() > record.answers_by + LATE_SECONDS:
             return "the time for answers is over"
-        if not any(one.peer == peer and one.role == "member" for one in self.membership.members()):
+        if self.membership.role_of(peer) != "member":
             return "only members are evaluated"
         wanted = len(self.manifest.environments) * record.tasks * record.samples
         if len(request.answers) != wanted:

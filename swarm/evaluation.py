@@ -4,7 +4,7 @@ import math
 from collections.abc import Awaitable, Callable, Sequence
 
 from protocol.assignment import round_task
-from protocol.board import Report, list_bytes, next_board
+from protocol.board import Report, fitted, list_bytes, next_board
 from protocol.manifest import EnvironmentSpec, Manifest
 from protocol.messages import ReportRequest
 from protocol.rollout import TaskRef
@@ -93,6 +93,6 @@ class Evaluation:
             self._reports.scored(number),
             self._reports.heard(number - 1, number),
         )
-        digest, body = list_bytes(board)
+        digest, body = list_bytes(fitted(board))
         self._following.keep_list(digest, body)
         return digest

@@ -110,6 +110,11 @@ class Membership:
         if not self._db.execute("DELETE FROM coordinator_kicked WHERE peer = ?", peer):
             raise NoSuchMember(f"{peer} was not kicked ; see `shoal coordinator members`")
 
+    def role_of(self, peer: str) -> str | None:
+        """None: no member."""
+        row = self._db.one("SELECT role FROM coordinator_members WHERE peer = ?", peer)
+        return row[0] if row else None
+
     def members(self) -> list[Listed]:
         return self._present()[0]
 

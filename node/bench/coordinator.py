@@ -43,7 +43,7 @@ from swarm.memory import MemoryHub
 from swarm.reports import Reports
 from swarm.round_log import RoundLog
 from swarm.rounds import Following
-from swarm.transport import Message, PeerConnected
+from swarm.transport import Message, PeerConnected, TransportStats
 
 MEMBERS = 1000
 NEIGHBOURS = 3
@@ -186,10 +186,10 @@ async def simulate(directory: Path, members: int) -> dict[str, Any]:
         await transport.start()
     running = [asyncio.create_task(run) for run in (lead.coordinator.run(), *(one.run() for one in them))]
     stages: dict[str, float] = {}
-    bytes_: dict[str, dict[str, float]] = {}
+    begun = lead.transport.stats()
 
     async def stage(name: str, is_done: Callable[[], bool]) -> None:
-        began, before = time.monotonic(), lead.transport.stats()
+        began = time.monotonic()
         while not is_done():
             for task in running:
                 if task.done():
@@ -198,11 +198,10 @@ async def simulate(directory: Path, members: int) -> dict[str, Any]:
                 raise BenchError(f"{name} did not end within {STAGE_SECONDS:.0f} s")
             await asyncio.sleep(0.25)
         stages[name] = time.monotonic() - began
+
+    def passed(since: TransportStats) -> dict[str, float]:
         now = lead.transport.stats()
-        bytes_[name] = {
-            "in": (now.bytes_in - before.bytes_in) / members,
-            "out": (now.bytes_out - before.bytes_out) / members,
-        }
+        return {"in": (now.bytes_in - since.bytes_in) / members, "out": (now.bytes_out - since.bytes_out) / members}
 
     def all_at(state: State) -> bool:
         return all(one.following.round is not None and one.following.round.state is state for one in them)
@@ -214,6 +213,7 @@ async def simulate(directory: Path, members: int) -> dict[str, Any]:
                 if other is not one:
                     await one.transport.connect(other.transport.addresses()[0], timeout=30)
         await stage("enter", lambda: all_at(State.open) and all(one.entering.listed for one in them))
+        entered, opened = passed(begun), lead.transport.stats()
         number = lead.following.round.number if lead.following.round else 0
         for slot in range(GROUPS):
             for one in them:
@@ -240,7 +240,7 @@ async def simulate(directory: Path, members: int) -> dict[str, Any]:
         },
         "cpu_ms_per_call": {name: 1e3 * times.seconds[name] / times.calls[name] for name in times.seconds},
         "calls": dict(times.calls),
-        "bytes_per_member": bytes_,
+        "bytes_per_member": {"enter": entered, "round": passed(opened)},
         "disk_bytes_per_member": (directory / "node.db").stat().st_size / members,
     }
 

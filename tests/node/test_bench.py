@@ -242,5 +242,5 @@ async def test_what_a_member_costs_a_coordinator() -> None:
     assert found["calls"]["announcement"] == 2 * 12 * coordinator.GROUPS  # at the gate, and counted
     assert set(found["cpu_ms_per_member"]) == {"enter", "follow", "announcement", "report", "score"}
     assert all(spent > 0 for spent in found["cpu_ms_per_member"].values())
-    assert found["bytes_per_member"]["evaluate"]["out"] > 0
+    assert found["bytes_per_member"]["round"]["out"] > 0
     assert 0 < found["memory"]["bytes_per_member"] < 100_000

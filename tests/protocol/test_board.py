@@ -5,11 +5,13 @@ import pytest
 
 from protocol.board import (
     MAX_GAIN,
+    MAX_MEMBERS,
     Board,
     Member,
     MemberList,
     Report,
     Standing,
+    fitted,
     list_bytes,
     next_board,
     pass_rates,
@@ -89,6 +91,18 @@ def test_who_left_is_off_the_board_and_absent_ones_keep_their_best() -> None:
     start = board(anna=(0.5, {}), bert=(0.4, {}))
     later = next_board(SWARM, 2, ("bert",), start.standings, {}, {})
     assert later.standings == (Standing("bert", (), None, 0.4, 0.0),)
+
+
+def test_the_largest_board_fits() -> None:
+    me = Identity.from_seed(bytes(32)).peer_id
+    full = Board(SWARM, 1, tuple(Standing(me, (0.123,) * 256, 0.5, 0.5, 0.1) for _ in range(MAX_MEMBERS)))
+    found = fitted(full)
+    raw = list_bytes(found)[1]
+    assert read_list(raw, Board, SWARM) == found
+    assert [one.mean for one in found.standings] == [0.5] * MAX_MEMBERS
+    assert [len(one.scores) for one in (found.standings[0], found.standings[-1])] == [256, 0]
+    small = Board(SWARM, 1, full.standings[:10])
+    assert fitted(small) is small
 
 
 def test_lists_are_read_strictly() -> None:
