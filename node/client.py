@@ -5,12 +5,15 @@ http.client and not urllib, because a proxy configured for the web must never se
 
 import http.client
 import json
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 from urllib.parse import quote, urlencode, urlsplit
 
 from node.home import Home
 
+START_SECONDS = 180.0
+"""A node whose imports and port take longer hangs; on an idle machine they take some seconds."""
 TIMEOUT = 10.0
 MAX_ANSWER = 64 * 1024 * 1024
 
@@ -95,9 +98,11 @@ def connect(home: Home, timeout: float = TIMEOUT) -> Client:
     token = home.token()
     info = home.daemon()
     if info is None and (pid := home.holder()) is not None:
+        held = max(0.0, time.time() - home.lock_path.stat().st_mtime)
+        doing = "is still starting" if held < START_SECONDS else "does not answer (offline training never does)"
         raise DaemonUnreachable(
-            f"process {pid} holds {home.path} and does not answer: a node takes up to a minute to start, and offline "
-            "training answers nobody ; try again, or see `shoal logs`"
+            f"process {pid}, which has {home.path} for {held:.0f} s, {doing} ; "
+            f"try again, or see `{home.command('logs')}`"
         )
     if info is None:
         raise DaemonUnreachable(f"no daemon runs on {home.path} ; start it with `{home.command('up')}`")

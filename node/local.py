@@ -278,20 +278,20 @@ def _stop(members: Sequence[Member]) -> None:
             member.process.wait(max(0.1, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
             member.process.kill()  # the kernel ends it when it can; the next node is not kept waiting for that
-        step = _last_step(member)
-        saved = f"step {step} is saved in {member.home.path}" if step else "there was no step yet to save"
-        member.note = f"stopped; {saved}"
+        member.note = f"stopped; {_last_words(member)}"
 
 
-def _last_step(member: Member) -> int:
-    """As its history has it: what its API said last may be a step old."""
+def _last_words(member: Member) -> str:
+    """What it said of itself at its stop, or else what its history has: what its API said last may be a step old."""
     try:
         history = History(member.home.database, time.time)
     except StoreError:  # held by a process that is being killed
-        return member.step
-    last = history.last_step()
+        return f"step {member.step} is saved in {member.home.path}"
+    newest, last = history.events(None, 1), history.last_step()
     history.close()
-    return int(last["step"]) if last else 0
+    if newest and newest[0]["kind"] == "stop":
+        return str(newest[0]["message"])
+    return f"step {last['step']} is saved in {member.home.path}" if last else "there was no step yet to save"
 
 
 def _free_port(wanted: int | None, held: ExitStack) -> int:

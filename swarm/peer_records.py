@@ -120,9 +120,12 @@ class PeerRecords:
         return [(_record(row[:-2]), row[-2]) for row in rows]
 
     def seen_since(self, connected: Collection[str], now: float, since: float) -> int:
-        """How many were seen since then."""
+        """How many that have published something were seen since then: others may only have asked the way."""
         row = self._db.one(
-            f"{_KNOWN} SELECT COUNT(*) FROM known WHERE last_seen >= ?3", json.dumps(list(connected)), now, since
+            f"{_KNOWN} SELECT COUNT(*) FROM known WHERE last_seen >= ?3 AND model != ''",
+            json.dumps(list(connected)),
+            now,
+            since,
         )
         assert row is not None  # an aggregate always has one
         return int(row[0])

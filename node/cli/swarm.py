@@ -58,6 +58,9 @@ def create(session: Session, name: str, file: Path | None, private: bool, public
         emit({"name": name, "digest": manifest.digest.hex(), "private": private, "public": public})
     else:
         click.echo(f"Swarm {name} ({manifest.digest.hex()[:12]}) made\nNext: shoal up, then shoal swarm invite")
+        if public:
+            click.echo("Others find it through any node of a public swarm: shoal swarm discover --via MULTIADDR, which")
+            click.echo("may be an address of this node (shoal swarm invite --json names them under bootstrap)")
 
 
 @swarm.command()

@@ -50,11 +50,14 @@ def up(session: Session, invite: str | None, open_browser: bool, steps: int | No
     """Run the node here until Ctrl-C. A home that is empty is initialised first."""
     from node.home import NotInitialised
     from node.settings import load
+    from protocol.invite import Invite
 
     if invite is not None:
         session.overrides["swarm.join"] = invite
     home = session.home()
     settings = load(home, session.overrides)
+    if settings.config.swarm.join:
+        Invite.parse(settings.config.swarm.join)  # before anything is made for it
     fresh = False
     try:
         home.require()

@@ -150,6 +150,9 @@ def reachability(subject: Subject) -> list[Finding]:
                 "shoal config set network.listen /ip4/0.0.0.0/tcp/7946, if others shall",
             )
         ]
+    info = subject.home.daemon() if subject.pid is not None else None
+    if info is not None and info.addresses and all(is_loopback(parts(address)[0]) for address in info.addresses):
+        return [ok("reachability", "the running node listens on this machine only, as it was started (`shoal local`)")]
     public = [address for address in own_addresses(host) if is_public(address)]
     if public:
         said = f"it listens on a public address ({public[0]}); whether a firewall lets peers in, only they can tell"

@@ -192,7 +192,7 @@ async def test_tokens_are_shown_of_this_tokenizer_and_up_to_a_bound(
 def test_the_swarm_in_words_with_its_members(tmp_path: Path, clock: Any) -> None:
     store = ExperienceStore(tmp_path / "node.db", 1 << 20, clock)
     for ago in (10, 3600, 2 * 86400):
-        store.peers.save(PeerRecord(f"peer{ago}", 0.0, 0.0, clock.now, False, "", 0.0, clock.now - ago))
+        store.peers.save(PeerRecord(f"peer{ago}", 0.0, 0.0, clock.now, False, "tiny", 0.0, clock.now - ago))
     manifest = embedded_manifest("first-words", clock.now - 700)
     node: Any = SimpleNamespace(
         manifest=manifest,
@@ -206,7 +206,7 @@ def test_the_swarm_in_words_with_its_members(tmp_path: Path, clock: Any) -> None
     )
     said = DaemonView(node).swarm()
     assert is_as_described("Swarm", said)
-    assert (said["members"], said["private"], said["coordinator"]) == (4, True, None)
+    assert (said["members"], said["private"], said["coordinator"]) == (3, True, None)  # a stranger may ask the way only
     assert said["digest"] == manifest.digest.hex()
     assert said["epochs"] == {
         "seconds": 600, "genesis": manifest.genesis, "own_tasks": 4096, "shared_tasks": 64,
