@@ -73,8 +73,8 @@ def test_up_joins(run: Run, home: Home, calls: Any, monkeypatch: pytest.MonkeyPa
     assert len(calls) == 2
 
 
-def link_of_version_2() -> str:
-    frame = b"\x02whatever a later shoal puts here"
+def link_of_version_3() -> str:
+    frame = b"\x03whatever a later shoal puts here"
     return "shoal:" + base64.urlsafe_b64encode(frame + hashlib.sha256(frame).digest()[:4]).rstrip(b"=").decode()
 
 
@@ -82,8 +82,8 @@ def test_up_refuses_before_it_starts_anything(run: Run, home: Home, tmp_path: Pa
     broken = run("--home", tmp_path / "new", "up", "--set", "rollout.group_size=1")
     assert (broken.exit_code, (tmp_path / "new").exists()) == (2, False)
     assert run("--home", home.path, "up", "--join", "shoal:AQ").exit_code == 2
-    future = run("--home", home.path, "up", "--join", link_of_version_2())
-    assert (future.exit_code, "version 2" in future.stderr, "upgrade" in future.stderr) == (2, True, True)
+    future = run("--home", home.path, "up", "--join", link_of_version_3())
+    assert (future.exit_code, "version 3" in future.stderr, "upgrade" in future.stderr) == (2, True, True)
     with home.lock():
         held = run("--home", home.path, "up", "--join", Invite(b"x" * 32, (), None, "x").to_uri())
     assert (held.exit_code, "in use by process" in held.stderr) == (1, True)
