@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from protocol.identity import peer_id_of
 from tests.web.fixture_history import TASKS, History
 from tests.web.fixture_settings import FixtureSettings
 from web.view import NotFound
@@ -28,9 +29,9 @@ DETAILS = {
 }
 MODELS = ("SmolLM2-135M-Instruct", "Qwen3-0.6B", "SmolLM2-360M-Instruct", "")
 EVENTS = (
-    ("info", "step", "step done: reward 0.43, 4 own and 4 foreign groups"),
-    ("info", "peers", "connected to …WDWez9kSCVe2Xo"),
-    ("info", "evaluate", "held-out score 0.39 over 64 tasks, the best so far"),
+    *(("info", "peers", "connected to …WDWez9kSCVe2Xo"),) * 12,
+    *(("info", "peers", "…SPyTk8WfLwQ has gone"),) * 12,
+    *(("info", "checkpoint", "a checkpoint was written"),) * 8,
     ("warning", "share", "…SPyTk8WfLwQ claims rewards that scoring here does not find: reward_mismatch"),
     ("debug", "fetch", "group 35a15d3e in 41 ms from …WDWez9kSCVe2Xo"),
     ("error", "disk", "the checkpoint was not written: no space left on device; free some, or set limits.disk_mb"),
@@ -39,7 +40,7 @@ EPOCH_SECONDS = 600
 
 
 def peer_id(i: int) -> str:
-    return "12D3KooW" + hashlib.sha256(b"peer %d" % i).hexdigest()[:44]
+    return peer_id_of(hashlib.sha256(b"peer %d" % i).digest())
 
 
 class FixtureView:
@@ -68,7 +69,7 @@ class FixtureView:
             "held_by": None, "resumes_at": None, "trained_today_seconds": 31_260.0, "peers": connected,
             "peer_id": self.me, "name": "lagoon", "swarm": "first-words", "stage": "rollout", "stage_seconds": 3.2,
             "stage_count": [12, 32], "stages": {"mix": 0.4}, "last_step_age": 4.1, "step_deadline": 600.0,
-            "rss_mb": 2310.0, "peak_rss_mb": 2740.0, "uptime": 8.4 * 86400, "version": "0.1.0",
+            "rss_mb": 2310.0, "peak_rss_mb": 2740.0, "uptime": 10.5 * 86400, "version": "0.1.0",
             "memory": {"weights": 540_000_000, "gradients": 0, "optimizer": 1_080_000_000},
             "model": "SmolLM2-135M-Instruct", "engine": "transformers: there is no GPU",
             "groups": {

@@ -30,7 +30,7 @@ function standings(board, environments) {
     ...names.map((name, i) => element("td", { class: "number", "data-label": name }, score(one.scores?.[i] ?? null))),
   );
   return [
-    element("h3", {}, `Board of round ${number(board.number)}`),
+    element("h3", { class: "apart" }, `Board of round ${number(board.number)}`),
     element("p", { class: "quiet small" }, "Scores are the coordinator's own, of tasks that were told after the round. Credit is what others gained while they learned from a member's groups."),
     element("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Board" }, element("table", { class: "rows" }, element("thead", {}, element("tr", {}, ...head)), element("tbody", {}, ...board.standings.map(row)))),
   ];

@@ -22,6 +22,10 @@ async function copy(text, field, told) {
   setTimeout(() => { told.textContent = ""; }, COPIED_MS);
 }
 
+function capital(words) {
+  return words.slice(0, 1).toUpperCase() + words.slice(1);
+}
+
 function invitation(found) {
   if (found.coordinator?.listed_only) return panel("Invite others", null, element("p", { class: "quiet" }, "Members are let in by the coordinator: ", element("code", {}, "shoal coordinator invite"), ", on its machine."));
   if (!found.invite) return panel("Invite others", null, element("p", { class: "empty" }, "No invite yet: the node has no address that others could reach. ", element("code", {}, "shoal doctor"), " says why."));
@@ -33,7 +37,7 @@ function invitation(found) {
   return panel(
     "Invite others", null,
     found.private ? element("p", { class: "notice mild" }, icon("fail"), " This swarm is private: the invite holds its key. Whoever has it can join and read along. Send it only to people you trust, and not in public.") : null,
-    found.invite_caution ? element("p", { class: "notice mild" }, icon("fail"), " ", `${line(found.invite_caution, 400)}.`) : null,
+    found.invite_caution ? element("p", { class: "notice mild" }, icon("fail"), " ", `${capital(line(found.invite_caution, 400))}.`) : null,
     element(
       "div", { class: "invite" }, code,
       element("div", {}, element("p", {}, "Whoever opens a node with this invite joins the swarm:"), field, element("p", { class: "row" }, button([icon("copy"), "Copy"], () => copy(found.invite, field, told), { class: "primary" }), told), element("p", { class: "quiet" }, "On their machine: ", element("code", {}, "shoal join INVITE"), ", or ", element("code", {}, "SHOAL_JOIN=INVITE docker compose up"), ".")),
