@@ -73,6 +73,7 @@ def make_loop(tmp_path: Path) -> Iterator[Callable[..., Loop]]:
             engine=FakeEngine(),
             trainer=trainer,
             teacher=None,
+            averaging=None,
             sampler=Sampler(0),
             checkpoints=CheckpointStore(tmp_path / "checkpoints", 2),
             history=history,

@@ -58,6 +58,7 @@ def make_loop(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Loop]:
             bundle=None,
             scorer=None,
             teacher=None,
+            averaging=None,
             sampler=Sampler(0),
             history=Events(),
             progress=Progress(time.time, 60.0),

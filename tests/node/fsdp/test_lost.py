@@ -82,6 +82,7 @@ async def test_a_lost_step_is_repeated_from_the_journal(
         engine=FakeEngine(),
         trainer=trainer,
         teacher=None,
+        averaging=None,
         sampler=Sampler(0),
         checkpoints=CheckpointStore(tmp_path / "checkpoints", 2),
         history=history,
