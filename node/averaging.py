@@ -30,15 +30,12 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-BYTES = 4
-"""Of a number."""
-
 
 class Averaging:
     """The outer loop of one node. `begin`, `save` and what `round` computes run on the model thread."""
 
     def __init__(self, trainer: LocalTrainer, averager: Averager, directory: Path) -> None:
-        """`directory`: of the home, for weights of a round."""
+        """`directory`: of the home, for the own weights of a round."""
         self.trainer, self.averager, self.directory = trainer, averager, directory
         self.state: Outer | None = None
         self._tried = 0
@@ -104,10 +101,10 @@ class Averaging:
     def _take(self, got: Contributions, config: Config) -> OuterStats:
         """The outer step, in the weights. Raises NoOuterStep, OSError."""
         assert self.state is not None
-        settings, numbers = config.averaging, len(self.state.anchor)
+        settings = config.averaging
         self.state, stats = outer.outer_step(
             self.state,
-            [outer.read(one.path, numbers) for one in got.all],
+            [outer.Vector(one.path) for one in got.all],
             got.own,
             step=self.trainer.step,
             rate=settings.outer_learning_rate,
@@ -122,7 +119,7 @@ class Averaging:
     def _undo(self, before: Outer | None, own: Path) -> None:
         assert before is not None
         self.state = before
-        self._put(torch.from_numpy(outer.read(own, len(before.anchor)).copy()))
+        self._put(torch.from_numpy(outer.Vector(own)[0 : len(before.anchor)].copy()))
 
     def _put(self, flat: torch.Tensor) -> None:
         outer.put(flat, self._masters)
@@ -175,12 +172,13 @@ def make_averaging(
     masters = trainer.weights.masters
     named = hashlib.sha256(b"|".join((mark.encode(), outer.layout(masters).encode(), manifest, psk or b"")))
     directory = home.path / "averaging"
+    directory.mkdir(mode=0o700, exist_ok=True)
     setup = Setup(
         prefix=f"shoal{named.hexdigest()[:40]}",
         listen=settings.listen,
         peers=settings.peers,
-        directory=str(directory),
-        size=BYTES * sum(master.numel() for master in masters.values()),
+        directory=str(directory / "peers"),  # its own; what is beside it is this node's
+        size=outer.BYTES * sum(master.numel() for master in masters.values()),
         min_peers=settings.min_peers,
     )
 

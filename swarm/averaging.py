@@ -154,8 +154,7 @@ class Averager:
 
     async def _listen(self, reader: asyncio.StreamReader) -> str:
         """Take what the process says until it ends, is silent, or says what it may not; why that is the end."""
-        decoder, patience = msgspec.msgpack.Decoder(Reply), START_SECONDS
-        assert self._process is not None
+        decoder, patience, pid = msgspec.msgpack.Decoder(Reply), START_SECONDS, self.pid
         while True:
             try:
                 async with asyncio.timeout(patience):
@@ -166,7 +165,7 @@ class Averager:
             except TimeoutError:
                 return f"the averager has not been heard of for {patience:.0f} s"
             except (asyncio.IncompleteReadError, ConnectionError):
-                return f"the averager (process {self._process.pid}) has ended"
+                return f"the averager (process {pid}) has ended"
             except msgspec.DecodeError as error:
                 return f"the averager sent what is no message: {error}"
             patience = SILENT_SECONDS
@@ -191,6 +190,7 @@ class Averager:
         if self._process is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
+            self._process = None  # its number may be another's from now on
 
     # -- rounds ----------------------------------------------------------------------------------------------
 

@@ -7,7 +7,6 @@ weights go from node to node over streams of hivemind's libp2p, each checked aga
 """
 
 import asyncio
-import contextlib
 import ctypes
 import functools
 import hashlib
@@ -84,8 +83,7 @@ def main(descriptor: int) -> None:
         # hivemind forks: what it forks ends with this process, and does not hold the node's connection open
         if sys.platform == "linux":
             ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        with contextlib.suppress(OSError):
-            os.close(descriptor)
+        connection.close()  # not its number, which is another file's in what these fork in turn
 
     os.register_at_fork(after_in_child=in_child)
     code = 1

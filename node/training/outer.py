@@ -25,6 +25,8 @@ from node.checkpoint import CheckpointError
 FILE = "outer.safetensors"
 CHUNK = 1 << 20
 """Numbers that are worked on at a time."""
+BYTES = 4
+"""Of a number."""
 Robust = Literal["none", "median", "trimmed"]
 
 
@@ -89,9 +91,21 @@ def write(flat: torch.Tensor, path: Path) -> bytes:
     return hashed.digest()
 
 
-def read(path: Path, numbers: int) -> np.ndarray:
-    """A vector that `write` wrote, mapped. Raises OSError, ValueError where it is of another length."""
-    return np.memmap(path, dtype="<f4", mode="r", shape=(numbers,))
+@dataclass(frozen=True, slots=True)
+class Vector:
+    """A vector that `write` wrote, read part by part: a mapped file that somebody cuts short would end the process."""
+
+    path: Path
+
+    def __getitem__(self, part: slice) -> np.ndarray:
+        """Numbers `part.start` to `part.stop`. Raises OSError, also where there are not so many."""
+        wanted = BYTES * (part.stop - part.start)
+        with self.path.open("rb") as file:
+            file.seek(BYTES * part.start)
+            data = file.read(wanted)
+        if len(data) < wanted:
+            raise OSError(f"{self.path} was cut short")
+        return np.frombuffer(data, dtype="<f4")
 
 
 def nesterov(
@@ -117,7 +131,7 @@ def combine(differences: torch.Tensor, robust: Robust) -> torch.Tensor:
 
 def outer_step(
     outer: Outer,
-    contributions: Sequence[np.ndarray],
+    contributions: Sequence[Vector | np.ndarray],
     own: int,
     *,
     step: int,
@@ -132,7 +146,7 @@ def outer_step(
     `contributions`: weights of all nodes of a round, the own ones at `own`, in the same order on all of them: so nodes
     with the same anchor get the same sum, to the bit. One that is further from the anchor than `max_norm` times the own
     one is scaled down to that; one that is not finite is left out. Raises NoOuterStep, also where fewer than `least`
-    are left.
+    are left, and OSError.
     """
     norms, cosines = _measure(outer.anchor, contributions, own)
     limit = max_norm * norms[own]
@@ -150,11 +164,18 @@ def outer_step(
         gradient = combine(differences, robust)
         squared += float(gradient.double().square().sum())
         anchor[part], momentum[part] = nesterov(here, outer.momentum[part], gradient, rate=rate, mu=mu)
-    return Outer(anchor, momentum, step), OuterStats(norms, cosines, limit, math.sqrt(squared))
+    length = math.sqrt(squared) if math.isfinite(squared) else math.inf
+    # no vector is longer than `most`, and no coordinate of any of these means is outside theirs
+    most = max(limit, norms[own])
+    if length > 1.01 * math.sqrt(len(good)) * most:
+        raise NoOuterStep(
+            f"contributions changed while they were read: the mean is {length:.3g} long, at most {most:.3g}"
+        )
+    return Outer(anchor, momentum, step), OuterStats(norms, cosines, limit, length)
 
 
 def _measure(
-    anchor: torch.Tensor, contributions: Sequence[np.ndarray], own: int
+    anchor: torch.Tensor, contributions: Sequence[Vector | np.ndarray], own: int
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Norms of differences to the anchor (inf: not finite), and cosines with the own difference; in float64."""
     squares, products = [0.0] * len(contributions), [0.0] * len(contributions)

@@ -98,6 +98,21 @@ def test_what_is_not_finite_is_left_out(poison: float) -> None:
         take(state, [state.anchor.numpy(), honest[0]])
 
 
+@pytest.mark.parametrize("poison", [1e6, math.nan])
+def test_a_file_that_changes_between_measuring_and_averaging_is_no_way_past_the_limit(poison: float) -> None:
+    class Changing(np.ndarray):
+        reads = 0
+
+        def __getitem__(self, part: slice) -> np.ndarray:
+            self.reads += 1
+            now = np.asarray(self)[part]
+            return now if self.reads == 1 else now + np.float32(poison)
+
+    state = start()
+    with pytest.raises(NoOuterStep, match="changed while they were read"):
+        take(state, [moved(state.anchor, 1), moved(state.anchor, 2).view(Changing)])
+
+
 def test_robust_means() -> None:
     rows = torch.tensor([[1.0, 5.0], [2.0, -90.0], [3.0, 6.0], [100.0, 7.0]])
     assert combine(rows, "none").tolist() == [26.5, -18.0]
@@ -127,7 +142,9 @@ def test_files_hold_the_numbers_and_are_refused_for_another_model(tmp_path: Path
     assert (tmp_path / "own.bin").read_bytes() == flat.numpy().tobytes()
     assert len(digest) == 32
     others = {name: torch.nn.Parameter(torch.zeros_like(weight)) for name, weight in weights.items()}
-    outer.put(torch.from_numpy(outer.read(tmp_path / "own.bin", 10).copy()), others)
+    outer.put(torch.from_numpy(outer.Vector(tmp_path / "own.bin")[0:10].copy()), others)
+    with pytest.raises(OSError, match="cut short"):
+        outer.Vector(tmp_path / "own.bin")[5:11]
     assert all(torch.equal(others[name], weights[name]) for name in weights)
     assert outer.layout(weights) == outer.layout(others) != outer.layout({"a": weights["a"]})
 
