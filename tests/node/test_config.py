@@ -59,6 +59,18 @@ def test_what_cannot_work_is_refused_with_what_can(home: Home, settings: dict[st
             ["shards = 2 uses the first 2 GPUs", "cuda:1 names one", "set model.device to cuda or auto"],
         ),
         ({"engine.transfer": "nccl", "train.lora_rank": "8"}, ["sends whole weights", "set engine.transfer to files"]),
+        (
+            {"averaging.method": "diloco", "train.lora_rank": "8"},
+            ["averages whole weights of one process", "set train.lora_rank to 0, or averaging.method to none"],
+        ),
+        ({"averaging.method": "diloco", "train.shards": "2"}, ["train.shards is 2", "set train.shards to 1"]),
+        ({"averaging.method": "diloco", "rollout.engine": "vllm"}, ["set rollout.engine to transformers"]),
+        ({"averaging.method": "diloco", "averaging.timeout": "900"}, ["limits.stage_seconds = 600", "lower it"]),
+        ({"averaging.robust": "median"}, ["plain mean of two values", "set averaging.min_peers to at least 3"]),
+        (
+            {"averaging.peers": "/ip4/10.0.0.1/tcp/7"},
+            ["averaging.peers", "does not look like /ip4/203.0.113.7/tcp/4711/p2p/"],
+        ),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )

@@ -74,6 +74,7 @@ def make_loop(tmp_path: Path) -> Iterator[Callable[..., Loop]]:
             trainer=trainer,
             teacher=None,
             rounds=None,
+            averaging=None,
             sampler=Sampler(0),
             checkpoints=CheckpointStore(tmp_path / "checkpoints", 2),
             history=history,

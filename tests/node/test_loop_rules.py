@@ -59,6 +59,7 @@ def make_loop(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Loop]:
             scorer=None,
             teacher=None,
             rounds=None,
+            averaging=None,
             sampler=Sampler(0),
             history=Events(),
             progress=Progress(time.time, 60.0),

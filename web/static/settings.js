@@ -18,6 +18,7 @@ const SECTIONS = {
   web: ["This dashboard", "Where it is served."],
   eval: ["Held-out tasks", "How often and on how many."],
   checkpoint: ["Checkpoints", "How often and how many."],
+  averaging: ["Averaging", "Sharing weights with nodes of the same model, which it then trusts with a share of its own."],
 };
 const FIRST = ["limits.quiet_hours", "limits.hours_per_day", "limits.upload_kbps", "limits.download_kbps", "limits.disk_mb", "limits.gpu_memory_share"];
 

@@ -32,6 +32,7 @@ const STAGES = {
   update: "Updating the model",
   weights: "Giving the sampler the new weights",
   checkpoint: "Saving a checkpoint",
+  averaging: "Averaging weights with other nodes",
   evaluate: "Testing on held-out tasks",
   paused: "Paused",
 };

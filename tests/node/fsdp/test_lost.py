@@ -86,6 +86,7 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
             engine=FakeEngine(),
             trainer=trainer,
             teacher=None,
+            averaging=None,
             sampler=Sampler(0),
             checkpoints=CheckpointStore(tmp_path / "checkpoints", 2),
             history=history,
