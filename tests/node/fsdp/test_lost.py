@@ -87,6 +87,7 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
             trainer=trainer,
             teacher=None,
             averaging=None,
+            rounds=None,
             sampler=Sampler(0),
             checkpoints=CheckpointStore(tmp_path / "checkpoints", 2),
             history=history,
