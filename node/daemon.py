@@ -1,64 +1,50 @@
-"""The only place that wires things: parts are made here, services run in one TaskGroup, and errors end it loudly.
+"""The only place that wires things: parts are put together (node/making.py), services run in one TaskGroup, and errors
+end it loudly.
 
 Order of a start: lock the home -> web -> network -> manifest (fetched by digest when joining) -> model, scorer ->
 recover -> agreement check -> train. Nothing before the training needs a peer, except a manifest not yet known.
 """
 
 import asyncio
-import functools
 import json
 import logging
 import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, NoReturn
 
 from node.addresses import caution, reachable
-from node.averaging import make_averaging
 from node.changing import Change, change
-from node.checkpoint import CheckpointStore
-from node.device import Device, use_threads
-from node.engines.agreement import check_agreement
-from node.engines.choose import make_engines
-from node.engines.transformers import TransformersEngine
-from node.engines.vllm import VllmEngine
+from node.device import Device
 from node.federation.parts import make_following, make_leading
-from node.hardware import Setup, prepare
 from node.history import History
 from node.holding import Holding
-from node.home import DaemonInfo, Home, models_dir
+from node.home import DaemonInfo, Home
 from node.interfaces import Trainer
 from node.joining import keep_port, know_manifest, listen_address
 from node.limits import local_zone
-from node.loop import Loop, Parts, model_mark
-from node.memory import share_gpu
-from node.models import ModelBundle, ModelError, device_of, load_model
+from node.loop import Loop
+from node.making import make_parts, start_engine
+from node.models import ModelBundle
 from node.oddities import oddities
 from node.progress import Progress
-from node.rescore import Rescorer
-from node.rollouts import prompts
 from node.rounds import Rounds, make_rounds
-from node.scheduling.own import schedule
 from node.scorer import Scorer, make_scorer
 from node.settings import Settings
 from node.trained import TrainedDays
-from node.training.choose import make_trainer, place_of_model
-from node.training.distill import load_teacher
 from node.training.sharded import ShardedTrainer
 from node.view import DaemonView
 from node.view_peers import members_seen
 from node.watchdog import watch
-from protocol.assignment import held_out_task
 from protocol.invite import Invite
 from protocol.manifest import Manifest, check_local_limits
 from swarm.directory import list_in_directory
-from swarm.exchange import POOL_TARGET, Exchange
+from swarm.exchange import Exchange
 from swarm.experience import ExperienceStore
 from swarm.libp2p_transport import Libp2pTransport
 from swarm.peers import Discovery
-from swarm.sampler import Sampler
 from swarm.serving import serve_manifest
 from swarm.throttle import Throttle
 from web.server import WebServer
@@ -235,7 +221,7 @@ class Daemon:
         self.progress.say("STARTING", "starting the scorer and loading the model")
         self.scorer = make_scorer(manifest.environments, self.config.limits)
         async with self.progress.during("load"):
-            engines, parts = await self._make_parts(manifest, self.scorer)
+            engines, parts = await make_parts(self, manifest, self.scorer)
         leading, following = make_leading(parts, self.identity, self.home), make_following(parts, self.home)
         self.loop = Loop(parts, leading, following)
         self.loop.change(self.config)  # it may have changed since the parts were made
@@ -252,30 +238,13 @@ class Daemon:
         if following is not None:
             services.create_task(self._told(following.run()), name="policy")
         for engine in engines:
-            await self._start_engine(engine, parts)
+            await start_engine(self, engine, parts)
         await self.loop.run(steps)
         await self.loop.checkpoint()
         if stay:
             self.progress.say("IDLE", f"all {steps} steps are done; serving peers", "stop it: shoal down")
             await asyncio.Event().wait()
         raise Stopped
-
-    async def _start_engine(self, engine: TransformersEngine | VllmEngine, parts: Parts) -> None:
-        """Have it serve these weights, and see that it computes what the trainer does."""
-        computes_in = []
-        if isinstance(engine, VllmEngine):
-            async with self.progress.during("engine"):
-                computes_in = [*(await engine.start()).computes_in]
-        self.progress.say("STARTING", "checking that engine and trainer give the same log-probabilities")
-        async with self.progress.during("agreement check"):
-            await check_agreement(
-                engine,
-                parts.trainer,
-                self.device,
-                await self._check_prompts(parts),
-                dtypes=[str(parts.bundle.model.dtype).removeprefix("torch."), *computes_in],
-                routing=parts.bundle.routing,
-            )
 
     async def _list(self, manifest: Manifest) -> None:
         """Tell the public directory of this swarm."""
@@ -287,98 +256,6 @@ class Daemon:
             addresses=lambda: reachable(self.transport.addresses()),
             members=lambda: members_seen(self),
         )
-
-    def _load(self) -> tuple[Setup, ModelBundle]:
-        use_threads(self.config.node.threads)
-        model = self.config.model
-        share_gpu(device_of(model.device), self.config.limits.gpu_memory_share)
-        setup = prepare(self.config, models_dir())
-        device, dtype = place_of_model(self.config, setup)
-        return setup, load_model(model.path, device=device, dtype=dtype, models=models_dir())
-
-    async def _make_parts(
-        self, manifest: Manifest, scorer: Scorer
-    ) -> tuple[Sequence[TransformersEngine | VllmEngine], Parts]:
-        config = self.config
-        starting = asyncio.create_task(scorer.start())  # its imports take as long as loading a model does
-        try:
-            setup, bundle = await self.device.run(self._load)
-            await starting
-        finally:
-            starting.cancel()
-        self.bundle, self.engine = bundle, setup.choice.why
-        self.history.event("info", "engine", self.engine)
-        trainer = self.trainer = await self.device.run(
-            functools.partial(make_trainer, bundle, config, self.home, seconds=lambda: self.progress.deadline)
-        )
-        if isinstance(trainer, ShardedTrainer):
-            self.history.event("info", "trainer", f"training on {config.train.shards} workers: {trainer.workers}")
-        if config.averaging.method != "none" and setup.choice.name != "transformers":
-            raise ModelError(
-                f"averaging.method = {config.averaging.method} changes weights between two steps, which a vLLM server "
-                "would not get; set rollout.engine to transformers, or averaging.method to none"
-            )
-        averaging = await self.device.run(
-            functools.partial(
-                make_averaging,
-                trainer,
-                config,
-                self.home,
-                self.history,
-                mark=model_mark(bundle),
-                manifest=manifest.digest,
-                psk=self.home.swarm().psk,
-            )
-        )
-        engines = make_engines(
-            setup,
-            config,
-            bundle,
-            self.device,
-            home=self.home.path,
-            peer_id=self.identity.peer_id,
-            say=lambda told: self.progress.say("STARTING", told),
-        )
-        exchange = Exchange(
-            self.transport,
-            self.store,
-            self.identity,
-            manifest,
-            Rescorer(bundle, scorer),
-            self.clock,
-            heal_seconds=config.network.heal_seconds,
-            request_timeout=config.network.request_timeout,
-            pool_target=0 if config.federation.follow else POOL_TARGET,
-            seed=config.node.seed,
-            on_event=lambda kind, message: self.history.event("info", kind, message),
-            following=self.rounds.following if self.rounds else None,
-            access=self.rounds.access if self.rounds else None,
-        )
-        return engines, Parts(
-            config=config,
-            manifest=manifest,
-            peer_id=self.identity.peer_id,
-            bundle=bundle,
-            device=self.device,
-            engine=schedule(config.rollout, engines),
-            trainer=trainer,
-            scorer=scorer,
-            exchange=exchange,
-            store=self.store,
-            sampler=Sampler(config.node.seed),
-            checkpoints=CheckpointStore(self.home.checkpoints, config.checkpoint.keep),
-            history=self.history,
-            progress=self.progress,
-            clock=self.clock,
-            teacher=await load_teacher(config, bundle, self.device),
-            rounds=self.rounds,
-            averaging=averaging,
-        )
-
-    async def _check_prompts(self, parts: Parts) -> list[tuple[int, ...]]:
-        """One held-out prompt of each environment, for the agreement check."""
-        refs = [held_out_task(parts.manifest, spec.name, 0) for spec in parts.manifest.environments]
-        return (await prompts(parts.bundle, parts.scorer, refs))[1]
 
     def _outcome(self, services: asyncio.Task[None]) -> int:
         """Exit code of the services that ended by themselves."""

@@ -1,0 +1,146 @@
+"""Makes the parts of a training node from its settings: model, trainer, engines, exchange, and what a step needs."""
+
+import asyncio
+import functools
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from node.averaging import make_averaging
+from node.checkpoint import CheckpointStore
+from node.device import use_threads
+from node.engines.agreement import check_agreement
+from node.engines.choose import make_engines
+from node.engines.transformers import TransformersEngine
+from node.engines.vllm import VllmEngine
+from node.hardware import Setup, prepare
+from node.home import models_dir
+from node.loop import Parts, model_mark
+from node.memory import share_gpu
+from node.models import ModelBundle, ModelError, device_of, load_model
+from node.rescore import Rescorer
+from node.rollouts import prompts
+from node.scheduling.own import schedule
+from node.scorer import Scorer
+from node.training.choose import make_trainer, place_of_model
+from node.training.distill import load_teacher
+from node.training.sharded import ShardedTrainer
+from protocol.assignment import held_out_task
+from protocol.manifest import Manifest
+from swarm.exchange import POOL_TARGET, Exchange
+from swarm.sampler import Sampler
+
+if TYPE_CHECKING:
+    from node.daemon import Daemon
+
+
+async def start_engine(node: "Daemon", engine: TransformersEngine | VllmEngine, parts: Parts) -> None:
+    """Have it serve these weights, and see that it computes what the trainer does."""
+    computes_in = []
+    if isinstance(engine, VllmEngine):
+        async with node.progress.during("engine"):
+            computes_in = [*(await engine.start()).computes_in]
+    node.progress.say("STARTING", "checking that engine and trainer give the same log-probabilities")
+    async with node.progress.during("agreement check"):
+        await check_agreement(
+            engine,
+            parts.trainer,
+            node.device,
+            await _check_prompts(parts),
+            dtypes=[str(parts.bundle.model.dtype).removeprefix("torch."), *computes_in],
+            routing=parts.bundle.routing,
+        )
+
+
+def _load(node: "Daemon") -> tuple[Setup, ModelBundle]:
+    use_threads(node.config.node.threads)
+    model = node.config.model
+    share_gpu(device_of(model.device), node.config.limits.gpu_memory_share)
+    setup = prepare(node.config, models_dir())
+    device, dtype = place_of_model(node.config, setup)
+    return setup, load_model(model.path, device=device, dtype=dtype, models=models_dir())
+
+
+async def make_parts(
+    node: "Daemon", manifest: Manifest, scorer: Scorer
+) -> tuple[Sequence[TransformersEngine | VllmEngine], Parts]:
+    config = node.config
+    starting = asyncio.create_task(scorer.start())  # its imports take as long as loading a model does
+    try:
+        setup, bundle = await node.device.run(_load, node)
+        await starting
+    finally:
+        starting.cancel()
+    node.bundle, node.engine = bundle, setup.choice.why
+    node.history.event("info", "engine", node.engine)
+    trainer = node.trainer = await node.device.run(
+        functools.partial(make_trainer, bundle, config, node.home, seconds=lambda: node.progress.deadline)
+    )
+    if isinstance(trainer, ShardedTrainer):
+        node.history.event("info", "trainer", f"training on {config.train.shards} workers: {trainer.workers}")
+    if config.averaging.method != "none" and setup.choice.name != "transformers":
+        raise ModelError(
+            f"averaging.method = {config.averaging.method} changes weights between two steps, which a vLLM server "
+            "would not get; set rollout.engine to transformers, or averaging.method to none"
+        )
+    averaging = await node.device.run(
+        functools.partial(
+            make_averaging,
+            trainer,
+            config,
+            node.home,
+            node.history,
+            mark=model_mark(bundle),
+            manifest=manifest.digest,
+            psk=node.home.swarm().psk,
+        )
+    )
+    engines = make_engines(
+        setup,
+        config,
+        bundle,
+        node.device,
+        home=node.home.path,
+        peer_id=node.identity.peer_id,
+        say=lambda told: node.progress.say("STARTING", told),
+    )
+    exchange = Exchange(
+        node.transport,
+        node.store,
+        node.identity,
+        manifest,
+        Rescorer(bundle, scorer),
+        node.clock,
+        heal_seconds=config.network.heal_seconds,
+        request_timeout=config.network.request_timeout,
+        pool_target=0 if config.federation.follow else POOL_TARGET,
+        seed=config.node.seed,
+        on_event=lambda kind, message: node.history.event("info", kind, message),
+        following=node.rounds.following if node.rounds else None,
+        access=node.rounds.access if node.rounds else None,
+    )
+    return engines, Parts(
+        config=config,
+        manifest=manifest,
+        peer_id=node.identity.peer_id,
+        bundle=bundle,
+        device=node.device,
+        engine=schedule(config.rollout, engines),
+        trainer=trainer,
+        scorer=scorer,
+        exchange=exchange,
+        store=node.store,
+        sampler=Sampler(config.node.seed),
+        checkpoints=CheckpointStore(node.home.checkpoints, config.checkpoint.keep),
+        history=node.history,
+        progress=node.progress,
+        clock=node.clock,
+        teacher=await load_teacher(config, bundle, node.device),
+        rounds=node.rounds,
+        averaging=averaging,
+    )
+
+
+async def _check_prompts(parts: Parts) -> list[tuple[int, ...]]:
+    """One held-out prompt of each environment, for the agreement check."""
+    refs = [held_out_task(parts.manifest, spec.name, 0) for spec in parts.manifest.environments]
+    return (await prompts(parts.bundle, parts.scorer, refs))[1]
