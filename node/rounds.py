@@ -162,7 +162,7 @@ def make_rounds(
     return Rounds(
         manifest,
         transport,
-        RoundLog(home.database),
+        RoundLog(home.database, manifest.digest),
         home.swarm().token,
         clock,
         request_timeout=config.network.request_timeout,

@@ -144,8 +144,8 @@ class Following:
                 self._fault(Fault(coordinator, str(rejected.reason), rejected.detail, before.sealed, sealed))
                 return False
         self.log.add(opened, record, sealed)
-        self._heard[coordinator] = self._clock()
         if self.head is None or record.position > self.head.record.position:
+            self._heard[coordinator] = self._clock()  # an old record may be told by anybody at any time
             self._move(Kept(opened.digest, coordinator, record, sealed))
             if self._missing():
                 self._soon(peer)

@@ -182,7 +182,7 @@ class CoordinatorProcess:
         config, database = self.config.coordinator, self.home.database
         following = Following(
             self.transport,
-            RoundLog(database, durable=True),
+            RoundLog(database, manifest.digest, durable=True),
             manifest,
             self.clock,
             request_timeout=self.config.network.request_timeout,
@@ -205,7 +205,7 @@ class CoordinatorProcess:
             manifest,
             following,
             Membership(database, manifest.digest, self.clock, listed_only=manifest.listed_only),
-            Reports(database),
+            Reports(database, manifest.digest),
             self._score,
             self.clock,
             pace,

@@ -37,7 +37,8 @@ class Member:
         self.events: list[tuple[str, str]] = []
         self.store = ExperienceStore(path / "anna.db", 1 << 20, clock)
         self.rounds = Rounds(
-            MANIFEST, self.transport, RoundLog(path / "anna.db"), token, clock, request_timeout=5.0, seed=0,
+            MANIFEST, self.transport, RoundLog(path / "anna.db", MANIFEST.digest), token, clock,
+            request_timeout=5.0, seed=0,
             on_event=lambda kind, message: self.events.append((kind, message)),
         )  # fmt: skip
         self.exchange = Exchange(
