@@ -40,13 +40,15 @@ class Listed:
 
 
 class Membership:
-    """Raises StoreError. `listed_only`: a peer needs an invite to get in; else who asks is let in.
+    """Raises StoreError. `listed_only`: a peer needs an invite to get in; else who asks is let in, up to `most`.
 
     What is there of another swarm than `swarm` is removed.
     """
 
-    def __init__(self, path: Path, swarm: bytes, clock: Callable[[], float], *, listed_only: bool) -> None:
-        self._swarm, self._clock, self._listed_only = swarm, clock, listed_only
+    def __init__(
+        self, path: Path, swarm: bytes, clock: Callable[[], float], *, listed_only: bool, most: int = MAX_MEMBERS
+    ) -> None:
+        self._swarm, self._clock, self._listed_only, self._most = swarm, clock, listed_only, most
         self._db = Database(path)
         self._db.migrate("membership_version", VERSION, SCHEMA.strip())
         tables = ("coordinator_invites", "coordinator_members", "coordinator_kicked")
@@ -93,8 +95,8 @@ class Membership:
             elif self._listed_only:
                 raise NotAdmitted("this swarm takes invites of its coordinator only; ask for one")
             (count,) = self._db.one("SELECT COUNT(*) FROM coordinator_members") or (0,)
-            if count >= MAX_MEMBERS:
-                raise NotAdmitted(f"the swarm is full: {MAX_MEMBERS} members")
+            if count >= self._most:
+                raise NotAdmitted(f"the swarm is full: {self._most} members")
             self._db.execute("INSERT INTO coordinator_members VALUES (?,?,?,?)", peer, role, now, invite)
         return str(role)
 

@@ -105,6 +105,11 @@ class RoundLog:
         place = "term = ? AND number = ? AND state = ? AND revision = ?"
         return self._one(f"{place} OR (term = ? AND previous = ?)", *record.position, record.term, record.previous)
 
+    def naming(self, digest: bytes) -> list[Kept]:
+        """Records that name this one as the one before: at most one of a term."""
+        rows = self._db.all(f"SELECT {_COLUMNS} FROM round_records WHERE previous = ?", digest)
+        return [_kept(row) for row in rows]
+
     def after(self, digest: bytes, limit: int) -> list[bytes]:
         """Sealed records after that of `digest`, oldest first; the last `limit` where it is not known."""
         known = self.find(digest)
@@ -121,10 +126,7 @@ class RoundLog:
 
     def _one(self, where: str, *values: object) -> Kept | None:
         row = self._db.one(f"SELECT {_COLUMNS} FROM round_records WHERE {where}", *values)
-        if row is None:
-            return None
-        digest, coordinator, record, sealed = row
-        return Kept(digest, coordinator, msgspec.msgpack.decode(record, type=Round), sealed)
+        return None if row is None else _kept(row)
 
     # -- lists -----------------------------------------------------------------------------------------------
 
@@ -163,3 +165,8 @@ class RoundLog:
     def faults(self) -> list[Fault]:
         rows = self._db.all("SELECT coordinator, reason, detail, first, second FROM round_faults ORDER BY coordinator")
         return [Fault(*row) for row in rows]
+
+
+def _kept(row: tuple[bytes, str, bytes, bytes]) -> Kept:
+    digest, coordinator, record, sealed = row
+    return Kept(digest, coordinator, msgspec.msgpack.decode(record, type=Round), sealed)
