@@ -152,7 +152,9 @@ class Following:
         except msgspec.DecodeError as error:
             log.warning("%s cannot be read (%s): the epoch's tasks begin anew", self._position_path, error)
             position = Position(-1, 0, 0)
-        own.position, self._rounds = DataPosition(position.epoch, position.taken), position.rounds
+        last = parts.history.last_step()  # of its own training, maybe: rounds are counted on from there
+        own.position = DataPosition(position.epoch, position.taken)
+        self._rounds = max(position.rounds, last["step"] if last else 0)
         await self._take_up(parts)
         return f"follows {self.puller.leader}, at version {self._staged.number} of its policy"
 

@@ -70,7 +70,8 @@ class Follow:
         )  # fmt: skip
         self.puller = self.following.puller
         self.directory, self.device = store.directory, Device()
-        history = SimpleNamespace(record_step=lambda step, record: None)
+        self.recorded: list[int] = []
+        history = SimpleNamespace(record_step=lambda step, record: self.recorded.append(step), last_step=lambda: None)
         self.parts: Any = SimpleNamespace(
             config=Config(), bundle=bundle, trainer=self.trainer, engine=self.engine, device=self.device,
             progress=Progress(time.time, 60.0), clock=time.time, history=history,
@@ -275,6 +276,19 @@ async def test_a_version_that_comes_while_another_is_loaded_takes_nothing_away(
     await follower.at(2)
     assert [path.name.split("-")[1] for path in paths] == ["1", "2"]
     assert follower.same(lead)
+
+
+async def test_rounds_are_counted_on_from_what_the_node_trained_itself(place: Place, make_lead: MakeLead) -> None:
+    lead = make_lead()
+    lead.update(1)
+    await lead.publish()
+    await place.serve(lead)
+    follower = await place.follow()
+    follower.parts.history.last_step = lambda: {"step": 500}
+    await follower.following.recover(follower.parts, follower.own)  # type: ignore[arg-type]
+    await follower.at(1)
+    await follower.step()
+    assert follower.recorded == [501]
 
 
 async def test_what_is_just_written_is_not_tidied_away(
