@@ -30,7 +30,9 @@ from swarm.database import copy_database
 
 FORMAT = 1
 INDEX = "backup.json"
-SMALL = ("identity.key", "config.toml", "manifest.bin", "invite", "listen.port")
+SMALL = (
+    "identity.key", "config.toml", "manifest.bin", "invite", "listen.port", "listed", "paused", "following.json"
+)  # fmt: skip
 HISTORY = "node.db"
 CHECKPOINT = re.compile(r"checkpoints/(step-\d{1,12}/[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}|journal-\d{1,12}\.bin)")
 SCRATCH = ".backup-"
@@ -209,7 +211,7 @@ def restore(
 
 def _present(home: Home) -> list[Path]:
     """What a restore would write over, or leave beside files it does not belong to."""
-    names = (*SMALL, HISTORY, f"{HISTORY}-wal", f"{HISTORY}-shm", "api.token", "weights", "dumps")
+    names = (*SMALL, HISTORY, f"{HISTORY}-wal", f"{HISTORY}-shm", "api.token", "weights", "dumps", "policies")
     found = [home.path / name for name in names if (home.path / name).exists()]
     if home.checkpoints.is_dir() and any(home.checkpoints.iterdir()):
         found.append(home.checkpoints)

@@ -277,6 +277,11 @@ class Config(Section):
                 "federation.publish and federation.follow are for whole weights, and train.lora_rank trains adapters; "
                 "set train.lora_rank to 0"
             )
+        if self.federation.follow and self.train.shards > 1:
+            raise ValueError(
+                f"train.shards = {self.train.shards} is for training, and a node with federation.follow trains "
+                "nothing; set train.shards to 1"
+            )
         if self.federation.follow and self.rollout.policy != "synchronous":
             raise ValueError(
                 f"rollout.policy = {self.rollout.policy} goes on with a sample under newer weights, and a follower's "

@@ -331,6 +331,8 @@ def _plan_shards(
         always.append((f"{said}reference", rows * 4))
     if not machine.gpus or not weights_pass_through(config, choice):
         always.append(("the node's own weights", own * width))
+        if config.federation.publish:
+            always.append(("spot checks", own * width))
     if teacher is not None:
         always.append(("teacher", teacher.parameters * width))
     update = [

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from node.checkpoint import CheckpointError
 from node.evaluate import held_out
+from node.interfaces import TrainerLost
 from node.scorer import ScorerError
 from swarm.experience import StoreError
 
@@ -59,5 +60,5 @@ class Evaluations:
             return
         try:
             await p.device.run(p.checkpoints.save_best, p.trainer.step, mean, p.trainer.export)
-        except CheckpointError as error:
+        except (CheckpointError, TrainerLost) as error:  # the next step has a lost trainer again
             p.history.event("error", "checkpoint", str(error))

@@ -324,6 +324,7 @@ class Home:
         name = self.swarm().name
         self.invite_path.unlink()
         self.manifest_path.unlink(missing_ok=True)
+        self.listed_path.unlink(missing_ok=True)
         return name
 
 

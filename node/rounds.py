@@ -103,14 +103,20 @@ class Rounds:
             for index in range(record.tasks)
         ]
         seeds = [sampling_seed(parts.config.node.seed, "round", ref.environment, ref.seed, ref.index) for ref in refs]
+        # how much is asked for is the coordinator's word: it must not keep a node from training
+        seconds = min(record.answers_by - self._clock(), parts.config.limits.stage_seconds)
+        rollouts = []
         async with parts.progress.during("evaluate"):
             try:
-                rollouts = await sample(
-                    parts.engine, parts.bundle, parts.scorer, parts.config, refs, seeds, record.samples
-                )
+                async with asyncio.timeout(seconds):
+                    rollouts = await sample(
+                        parts.engine, parts.bundle, parts.scorer, parts.config, refs, seeds, record.samples
+                    )
+            except TimeoutError:
+                said = f"its {len(refs)} tasks were not done within {seconds:.0f} s"
+                self._on_event("round", f"round {record.number} is not answered: {said}")
             except (ScorerError, RequestTooLong) as error:
                 self._on_event("round", f"round {record.number} is not answered: {error}")
-                rollouts = []
         counts, self.trained = self.trained, Counter()
         self._seed = record.seed
         self._report = ReportRequest(
@@ -122,7 +128,8 @@ class Rounds:
 
     def _is_wanted(self, record: Round) -> bool:
         """Whether there is time for this node's answers, and they were not made yet."""
-        return self.entering.listed and self._seed != record.seed and self._clock() < record.answers_by - LEAST_SECONDS
+        in_time = self._clock() < record.answers_by - LEAST_SECONDS
+        return in_time and self._seed != record.seed and self.entering.role == "member"
 
     async def run(self) -> None:
         """Enter the swarm, and hand answers in, again to whoever takes a round over."""
@@ -162,7 +169,7 @@ def make_rounds(
     return Rounds(
         manifest,
         transport,
-        RoundLog(home.database),
+        RoundLog(home.database, manifest.digest),
         home.swarm().token,
         clock,
         request_timeout=config.network.request_timeout,

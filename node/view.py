@@ -28,7 +28,6 @@ Json = Any
 VERSION = version("shoal")
 LONG_STAGES = 3
 """Of a step: sampling, updating and scoring may each take as long as one stage may."""
-"""Who was seen in this time is a member of the swarm, and so is this node."""
 
 
 class DaemonView:

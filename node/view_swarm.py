@@ -7,6 +7,10 @@ from node.home import Home
 from node.manifest_words import in_sentences
 from protocol.manifest import Manifest
 
+BY_COORDINATOR = (
+    "it lets in who is a member already; others need an invite of the coordinator (shoal coordinator invite)"
+)
+
 
 def swarm_facts(
     home: Home,
@@ -35,5 +39,5 @@ def swarm_facts(
         "members": members,
         "coordinator": coordinator,
         "invite": invite,
-        "invite_caution": invite_caution,
+        "invite_caution": BY_COORDINATOR if manifest.listed_only else invite_caution,
     }

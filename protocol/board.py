@@ -70,6 +70,12 @@ class Report:
     trained: tuple[Trained, ...]
 
 
+def most_members(environments: int) -> int:
+    """How many a swarm of so many environments may have: a board of all of them must fit its bound."""
+    standing = 96 + 9 * environments  # at most: 54 of the peer id, 9 a number, and heads
+    return min(MAX_MEMBERS, MAX_LIST_BYTES // standing)
+
+
 def list_bytes(content: MemberList | Board) -> tuple[bytes, bytes]:
     """(digest, bytes) of a list."""
     raw = msgspec.msgpack.encode(content)

@@ -1,7 +1,7 @@
 """Policies of a leader, as its followers get them: a signed head, records named by it, and pieces named by those.
 
 The head says which versions there are and is all that is signed: a record is named in it by its hash, and a piece in
-a record by its own. So records and pieces may come from anybody. What they are made of is docs/protocol.md, section 10.
+a record by its own. So records and pieces may come from anybody. What they are made of is docs/protocol.md, section 12.
 """
 
 import hashlib

@@ -1,7 +1,7 @@
 """One SQLite connection with typed errors and short transactions. Used from the thread that opened it only."""
 
 import sqlite3
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
@@ -60,6 +60,16 @@ class Database:
                     f"{self._path}: {name} is of version {present}, this Shoal reads version {version};"
                     " use the Shoal that wrote it, or another --home"
                 )
+
+    def keep_for(self, swarm: bytes, name: str, tables: Sequence[str]) -> None:
+        """Empty `tables` where they are another swarm's; `name` is the table that keeps whose they are."""
+        with self.transaction():
+            self.execute(f"CREATE TABLE IF NOT EXISTS {name} (swarm BLOB NOT NULL)")
+            if self.one(f"SELECT swarm FROM {name}") == (swarm,):
+                return
+            for table in (name, *tables):
+                self.execute(f"DELETE FROM {table}")
+            self.execute(f"INSERT INTO {name} VALUES (?)", swarm)
 
     def _execute_all(self, statements: str) -> None:
         for statement in statements.split(";\n"):

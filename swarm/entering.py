@@ -6,6 +6,7 @@ from typing import TypeVar
 
 import msgspec
 
+from protocol.board import Role
 from protocol.messages import (
     ENTER_PROTOCOL,
     REPORT_PROTOCOL,
@@ -44,8 +45,13 @@ class Entering:
     @property
     def listed(self) -> bool:
         """Whether this node is on the newest list it knows."""
-        members = self._following.members
-        return members is not None and any(one.peer == self._transport.peer_id for one in members.members)
+        return self.role is not None
+
+    @property
+    def role(self) -> Role | None:
+        """What this node is on the newest list it knows; None: not on it."""
+        members = self._following.members.members if self._following.members else ()
+        return next((one.role for one in members if one.peer == self._transport.peer_id), None)
 
     async def run(self) -> None:
         while True:

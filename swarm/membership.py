@@ -40,12 +40,19 @@ class Listed:
 
 
 class Membership:
-    """Raises StoreError. `listed_only`: a peer needs an invite to get in; else who asks is let in."""
+    """Raises StoreError. `listed_only`: a peer needs an invite to get in; else who asks is let in, up to `most`.
 
-    def __init__(self, path: Path, swarm: bytes, clock: Callable[[], float], *, listed_only: bool) -> None:
-        self._swarm, self._clock, self._listed_only = swarm, clock, listed_only
+    What is there of another swarm than `swarm` is removed.
+    """
+
+    def __init__(
+        self, path: Path, swarm: bytes, clock: Callable[[], float], *, listed_only: bool, most: int = MAX_MEMBERS
+    ) -> None:
+        self._swarm, self._clock, self._listed_only, self._most = swarm, clock, listed_only, most
         self._db = Database(path)
         self._db.migrate("membership_version", VERSION, SCHEMA.strip())
+        tables = ("coordinator_invites", "coordinator_members", "coordinator_kicked")
+        self._db.keep_for(swarm, "membership_swarm", tables)
         self._read: tuple[object, list[Listed], MemberList] | None = None
 
     def close(self) -> None:
@@ -88,8 +95,8 @@ class Membership:
             elif self._listed_only:
                 raise NotAdmitted("this swarm takes invites of its coordinator only; ask for one")
             (count,) = self._db.one("SELECT COUNT(*) FROM coordinator_members") or (0,)
-            if count >= MAX_MEMBERS:
-                raise NotAdmitted(f"the swarm is full: {MAX_MEMBERS} members")
+            if count >= self._most:
+                raise NotAdmitted(f"the swarm is full: {self._most} members")
             self._db.execute("INSERT INTO coordinator_members VALUES (?,?,?,?)", peer, role, now, invite)
         return str(role)
 
@@ -142,13 +149,16 @@ class Membership:
         """Take up what another coordinator had listed, instead of what is here."""
         with self._db.transaction():
             known = {one.peer: one for one in self.members()}
+            why = {peer: (at, reason) for peer, at, reason in self.kicked()}
             self._db.execute("DELETE FROM coordinator_members")
+            self._db.execute("DELETE FROM coordinator_kicked")
             for one in members.members:
                 before = known.get(one.peer)
                 since, invite = (before.since, before.invite) if before else (self._clock(), None)
                 self._db.execute("INSERT INTO coordinator_members VALUES (?,?,?,?)", one.peer, one.role, since, invite)
             for peer in members.kicked:
-                self._db.execute("INSERT OR IGNORE INTO coordinator_kicked VALUES (?,?,'')", peer, self._clock())
+                at, reason = why.get(peer, (self._clock(), ""))
+                self._db.execute("INSERT INTO coordinator_kicked VALUES (?,?,?)", peer, at, reason)
 
 
 def _hash(token: bytes) -> bytes:

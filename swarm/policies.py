@@ -66,8 +66,8 @@ class PolicyStore:
             self._replace(self._path(digest), piece, safe=False)
         return digest
 
-    def read(self, digest: bytes, offset: int = 0) -> bytes:
-        """From `offset` on; empty: not held, or nothing there. What is damaged is removed: others would blame us."""
+    def read(self, digest: bytes) -> bytes:
+        """Empty: not held. What is damaged is removed: others would blame us."""
         path = self._path(digest)
         try:
             found = path.read_bytes()
@@ -76,7 +76,7 @@ class PolicyStore:
         if hashlib.sha256(found).digest() != digest:
             path.unlink(missing_ok=True)
             return b""
-        return found[offset:]
+        return found
 
     def cut(self, blocks: Iterable[bytes], piece_bytes: int) -> tuple[int, tuple[bytes, ...]]:
         """Keep what comes in `blocks` as pieces; (bytes in all, digests)."""
@@ -154,10 +154,18 @@ class Joined:
 
 
 class PolicyServing:
-    """Answers peers that ask for the head or for pieces, each within its allowance."""
+    """Answers peers that ask for the head or for pieces, each within its allowance; `refused` ones get nothing."""
 
-    def __init__(self, store: PolicyStore, leader: str, accounts: Accounts, clock: Callable[[], float]) -> None:
-        self._store, self._leader, self._accounts = store, leader, accounts
+    def __init__(
+        self,
+        store: PolicyStore,
+        leader: str,
+        accounts: Accounts,
+        clock: Callable[[], float],
+        *,
+        refused: Callable[[str], bool] = lambda peer: False,
+    ) -> None:
+        self._store, self._leader, self._accounts, self._refused = store, leader, accounts, refused
         self._allowance = Allowance(PIECES_RATE, PIECES_BURST, clock)
         self.bytes_out = 0
 
@@ -184,12 +192,16 @@ class PolicyServing:
             request = msgspec.msgpack.decode(data, type=PieceRequest)
         except (msgspec.DecodeError, RecursionError) as error:
             raise self._offence(peer, error) from error
-        answer = await asyncio.to_thread(self._store.read, request.piece, request.offset)
-        self._allowance.spend(peer, len(answer))
+        piece = await asyncio.to_thread(self._store.read, request.piece)
+        # all of it was read and hashed, whatever is sent: an offset near its end must not make that free
+        self._allowance.spend(peer, len(piece))
+        answer = piece[request.offset :]
         self.bytes_out += len(answer)
         return answer
 
     def _charge(self, peer: str) -> None:
+        if self._refused(peer):
+            raise Rejected(Reason.banned, f"{peer} is not on the coordinator's member list")
         if wait := self._allowance.wait(peer):
             raise Busy(wait)
         self._allowance.spend(peer, REQUEST_COST)

@@ -19,11 +19,12 @@ CREATE TABLE coordinator_heard (
 
 
 class Reports:
-    """Raises StoreError."""
+    """Raises StoreError. What is there of another swarm than `swarm` is removed."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, swarm: bytes) -> None:
         self._db = Database(path)
         self._db.migrate("reports_version", VERSION, SCHEMA.strip())
+        self._db.keep_for(swarm, "reports_swarm", ("coordinator_reports", "coordinator_heard"))
 
     def close(self) -> None:
         self._db.close()

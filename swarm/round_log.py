@@ -15,6 +15,8 @@ from swarm.database import Database
 
 VERSION = 1
 MAX_RECORDS = 4096
+LATE_RECORDS = 64
+"""Kept besides, of those that came last: proofs of faults are of old records, too."""
 MAX_LISTS = 16
 """Member lists and boards kept: those that the newest records name."""
 SCHEMA = """
@@ -28,6 +30,7 @@ CREATE TABLE round_faults (
     coordinator TEXT PRIMARY KEY, reason TEXT NOT NULL, detail TEXT NOT NULL, first BLOB NOT NULL, second BLOB NOT NULL)
 """
 
+_TABLES = ("round_records", "round_lists", "round_faults")
 _COLUMNS = "digest, coordinator, record, sealed"
 _ORDER = "term DESC, number DESC, state DESC, revision DESC"
 _HONEST = "coordinator NOT IN (SELECT coordinator FROM round_faults)"
@@ -56,11 +59,15 @@ class Fault:
 
 
 class RoundLog:
-    """Raises StoreError. `durable`: for who signs, whose last record must not be lost in a power cut either."""
+    """Raises StoreError. `durable`: for who signs, whose last record must not be lost in a power cut either.
 
-    def __init__(self, path: Path, *, durable: bool = False) -> None:
+    A home is in one swarm at a time: what is there of another one than `swarm` is removed.
+    """
+
+    def __init__(self, path: Path, swarm: bytes, *, durable: bool = False) -> None:
         self._db = Database(path)
         self._db.migrate("rounds_version", VERSION, SCHEMA.strip())
+        self._db.keep_for(swarm, "rounds_swarm", _TABLES)
         if durable:
             self._db.execute("PRAGMA synchronous=FULL")
 
@@ -76,8 +83,13 @@ class RoundLog:
                 " VALUES (?,?,?,?,?,?,?,?,?)",
                 opened.digest, *record.position, opened.producer, record.previous, opened.payload, sealed,
             )  # fmt: skip
+            # by place in the log: whoever tells old records again must not push the newest ones out
             self._db.execute(
-                "DELETE FROM round_records WHERE row <= (SELECT MAX(row) FROM round_records) - ?", MAX_RECORDS
+                "DELETE FROM round_records WHERE row <= (SELECT MAX(row) FROM round_records) - ?"
+                " AND (term, number, state, revision) <"
+                f" (SELECT term, number, state, revision FROM round_records ORDER BY {_ORDER} LIMIT 1 OFFSET ?)",
+                LATE_RECORDS,
+                MAX_RECORDS - 1,
             )
 
     def last(self, *, honest: bool = True) -> Kept | None:
@@ -92,6 +104,11 @@ class RoundLog:
         the same record."""
         place = "term = ? AND number = ? AND state = ? AND revision = ?"
         return self._one(f"{place} OR (term = ? AND previous = ?)", *record.position, record.term, record.previous)
+
+    def naming(self, digest: bytes) -> list[Kept]:
+        """Records that name this one as the one before: at most one of a term."""
+        rows = self._db.all(f"SELECT {_COLUMNS} FROM round_records WHERE previous = ?", digest)
+        return [_kept(row) for row in rows]
 
     def after(self, digest: bytes, limit: int) -> list[bytes]:
         """Sealed records after that of `digest`, oldest first; the last `limit` where it is not known."""
@@ -109,10 +126,7 @@ class RoundLog:
 
     def _one(self, where: str, *values: object) -> Kept | None:
         row = self._db.one(f"SELECT {_COLUMNS} FROM round_records WHERE {where}", *values)
-        if row is None:
-            return None
-        digest, coordinator, record, sealed = row
-        return Kept(digest, coordinator, msgspec.msgpack.decode(record, type=Round), sealed)
+        return None if row is None else _kept(row)
 
     # -- lists -----------------------------------------------------------------------------------------------
 
@@ -151,3 +165,8 @@ class RoundLog:
     def faults(self) -> list[Fault]:
         rows = self._db.all("SELECT coordinator, reason, detail, first, second FROM round_faults ORDER BY coordinator")
         return [Fault(*row) for row in rows]
+
+
+def _kept(row: tuple[bytes, str, bytes, bytes]) -> Kept:
+    digest, coordinator, record, sealed = row
+    return Kept(digest, coordinator, msgspec.msgpack.decode(record, type=Round), sealed)

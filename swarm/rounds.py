@@ -136,20 +136,30 @@ class Following:
                 detail = f"signed two records for {record.state.name} of round {record.number}, term {record.term}"
                 self._fault(Fault(coordinator, str(Reason.equivocation), detail, rival.sealed, sealed))
             return False
+        kept = Kept(opened.digest, coordinator, record, sealed)
         before = self.log.find(record.previous)
-        if before is not None:
-            try:
-                check_successor(before.record, record)
-            except Rejected as rejected:
-                self._fault(Fault(coordinator, str(rejected.reason), rejected.detail, before.sealed, sealed))
-                return False
+        if before is not None and self._breaks(before, kept):
+            return False
         self.log.add(opened, record, sealed)
-        self._heard[coordinator] = self._clock()
+        for after in self.log.naming(opened.digest):  # records overtake each other
+            self._breaks(kept, after)
+        if coordinator in self.faults:
+            return True
         if self.head is None or record.position > self.head.record.position:
-            self._move(Kept(opened.digest, coordinator, record, sealed))
+            self._heard[coordinator] = self._clock()  # an old record may be told by anybody at any time
+            self._move(kept)
             if self._missing():
                 self._soon(peer)
         return True
+
+    def _breaks(self, before: Kept, after: Kept) -> bool:
+        """Whether `after` names `before` and may not follow it: its coordinator is at fault."""
+        try:
+            check_successor(before.record, after.record)
+        except Rejected as rejected:
+            self._fault(Fault(after.coordinator, str(rejected.reason), rejected.detail, before.sealed, after.sealed))
+            return True
+        return False
 
     def _move(self, head: Kept | None) -> None:
         before, self.head = self.head, head

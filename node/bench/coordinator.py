@@ -93,9 +93,11 @@ class Lead:
     def __init__(self, hub: MemoryHub, directory: Path, identity: Identity, manifest: Manifest) -> None:
         self.transport = hub.transport(identity)
         database = directory / "node.db"
-        self.following = Following(self.transport, RoundLog(database, durable=True), manifest, time.time)
+        self.following = Following(
+            self.transport, RoundLog(database, manifest.digest, durable=True), manifest, time.time
+        )
         self.membership = Membership(database, manifest.digest, time.time, listed_only=True)
-        self.reports = Reports(database)
+        self.reports = Reports(database, manifest.digest)
         self.coordinator = Coordinator(
             self.transport, identity, manifest, self.following, self.membership, self.reports, _score, time.time,
             PACE, settle=0.0,
@@ -120,7 +122,9 @@ class Simulated:
     def __init__(self, hub: MemoryHub, identity: Identity, manifest: Manifest, token: bytes) -> None:
         self.identity, self.manifest = identity, manifest
         self.transport = hub.transport(identity)
-        self.following = Following(self.transport, RoundLog(Path(":memory:")), manifest, time.time, request_timeout=300)
+        self.following = Following(
+            self.transport, RoundLog(Path(":memory:"), manifest.digest), manifest, time.time, request_timeout=300
+        )
         self.access = Access(self.transport, manifest, time.time)
         self.following.on_members = self.access.take
         self.entering = Entering(self.transport, self.following, token, request_timeout=300)

@@ -256,7 +256,7 @@ def following(home: "Home", manifest: "Manifest") -> "Following":
     from swarm.round_log import RoundLog
     from swarm.rounds import Following
 
-    return Following(MemoryHub().transport("nobody"), RoundLog(home.database), manifest, time.time)
+    return Following(MemoryHub().transport("nobody"), RoundLog(home.database, manifest.digest), manifest, time.time)
 
 
 def shown_part(home: "Home", manifest: "Manifest") -> dict[str, Any]:

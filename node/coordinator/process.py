@@ -22,6 +22,7 @@ from node.joining import keep_port, know_manifest, listen_address
 from node.progress import Progress
 from node.scorer import Scorer, ScorerError, make_scorer
 from node.settings import Settings
+from protocol.board import most_members
 from protocol.invite import Invite
 from protocol.manifest import Manifest, check_local_limits
 from protocol.rollout import TaskRef
@@ -52,9 +53,11 @@ class NoCoordinator(Exception):
 def run(home: Home, settings: Settings, *, as_json: bool = False) -> NoReturn:
     """Coordinate until stopped; ends the process. The caller holds the home's lock."""
     process = CoordinatorProcess(home, settings, clock=time.time)
-    code = asyncio.run(process.main())
-    if as_json:
-        print(json.dumps({"state": process.progress.state, "reason": process.progress.reason}), flush=True)  # noqa: T201
+    leave(home, asyncio.run(process.main(as_json=as_json)))
+
+
+def leave(home: Home, code: int) -> NoReturn:
+    """End the process at once: all that counts is on disk."""
     home.remove_daemon()
     home.clear_holder()
     logging.shutdown()
@@ -92,7 +95,7 @@ class CoordinatorProcess:
             clock=clock,
         )
 
-    async def main(self) -> int:
+    async def main(self, *, as_json: bool = False) -> int:
         """Run everything; 0 after a stop, 1 after a failure that is written to the log and the history."""
         loop = asyncio.get_running_loop()
         for signum in (signal.SIGINT, signal.SIGTERM):
@@ -112,9 +115,14 @@ class CoordinatorProcess:
             self.progress.say("STOPPING", "a stop was asked for")
         services.cancel()
         stop.cancel()
-        await asyncio.wait({services}, timeout=STOP_SECONDS)
+        _, pending = await asyncio.wait({services}, timeout=STOP_SECONDS)
         self.history.event("info", "stop", "the coordinator stopped; its log goes on from here at the next start")
         self.history.close()
+        if as_json:
+            print(json.dumps({"state": self.progress.state, "reason": self.progress.reason}), flush=True)  # noqa: T201
+        if pending:
+            log.warning("the services did not stop within %.0f s; leaving them", STOP_SECONDS)
+            leave(self.home, code)  # asyncio would wait for them without end
         return code
 
     async def _services(self) -> None:
@@ -182,7 +190,7 @@ class CoordinatorProcess:
         config, database = self.config.coordinator, self.home.database
         following = Following(
             self.transport,
-            RoundLog(database, durable=True),
+            RoundLog(database, manifest.digest, durable=True),
             manifest,
             self.clock,
             request_timeout=self.config.network.request_timeout,
@@ -204,8 +212,14 @@ class CoordinatorProcess:
             self.identity,
             manifest,
             following,
-            Membership(database, manifest.digest, self.clock, listed_only=manifest.listed_only),
-            Reports(database),
+            Membership(
+                database,
+                manifest.digest,
+                self.clock,
+                listed_only=manifest.listed_only,
+                most=most_members(len(manifest.environments)),
+            ),
+            Reports(database, manifest.digest),
             self._score,
             self.clock,
             pace,

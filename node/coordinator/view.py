@@ -84,7 +84,7 @@ class CoordinatorView:
             {
                 "peer_id": peer, "connected": True, "direction": None, "latency_ms": None, "model": "",
                 "reputation": 0.0, "banned": False, "published": 0, "admitted": 0, "rejected": {}, "trained": 0,
-                "last_seen": self.node.clock(),
+                "followed": 0, "last_seen": self.node.clock(),
             }
             for peer in found[offset : offset + limit]
         ]  # fmt: skip

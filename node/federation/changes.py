@@ -4,7 +4,7 @@ A step changes few of the weights' bits as they are computed with: in bfloat16 s
 last bit. Old and new are read as integers; what is sent is where old XOR new is not 0, and what it is there. XOR is its
 own inverse, so the same changes lead back as well.
 
-Per block of BLOCK_WORDS of a tensor (docs/protocol.md, section 10):
+Per block of BLOCK_WORDS of a tensor (docs/protocol.md, section 12):
 
     u32 count, u32 length of the gaps, u32 length of the bits, gaps, bits           all little-endian
 

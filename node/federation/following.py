@@ -75,6 +75,8 @@ class Following:
         """What it is about to have."""
         self._staged: Version | None = None
         """The newest on disk."""
+        self._made: Path | None = None
+        """What is being written."""
         self._rounds = 0
         self.puller = make_puller(self.arrived)
         self.last: Pulled | None = None
@@ -93,12 +95,16 @@ class Following:
 
     async def arrived(self, pulled: Pulled) -> None:
         """Make a file of what was pulled. Raises OSError."""
+        newest = pulled.records[-1]
+        self._made = self._path(newest.version, newest.state)
         try:
             staged = await asyncio.to_thread(self._write, pulled)
         except (BadWeights, BadChanges) as problem:
             log.error("version %d of the policy is not taken up: %s", pulled.version, problem)
             self.puller.refuse(pulled)
             return
+        finally:
+            self._made = None
         self._staged, self.last = staged, pulled
         self.puller.have = staged.number, staged.state
         self.puller.tidy()
@@ -130,6 +136,9 @@ class Following:
 
     async def recover(self, parts: "Parts", own: OwnGroups) -> str:
         """Have the weights of the last process, or else those that the base model begins with; says which."""
+        for left in self._store.directory.glob("*.safetensors"):  # of a process that was killed as it wrote
+            if not _NAME.fullmatch(left.name):
+                left.unlink(missing_ok=True)
         self._staged = await asyncio.to_thread(self._find)
         if self._staged is None:
             weights = await parts.device.run(self._trainer.snapshot, self._dtype)
@@ -143,7 +152,9 @@ class Following:
         except msgspec.DecodeError as error:
             log.warning("%s cannot be read (%s): the epoch's tasks begin anew", self._position_path, error)
             position = Position(-1, 0, 0)
-        own.position, self._rounds = DataPosition(position.epoch, position.taken), position.rounds
+        last = parts.history.last_step()  # of its own training, maybe: rounds are counted on from there
+        own.position = DataPosition(position.epoch, position.taken)
+        self._rounds = max(position.rounds, last["step"] if last else 0)
         await self._take_up(parts)
         return f"follows {self.puller.leader}, at version {self._staged.number} of its policy"
 
@@ -231,7 +242,7 @@ class Following:
             except BadWeights as problem:
                 log.warning("%s is left out: %s", path, problem)
                 continue
-            if digest.hex().startswith(state):
+            if digest.hex().startswith(state) and file.finite():  # a kill may have come before that was looked at
                 return Version(int(number), digest, file)
             log.warning("%s is damaged, and left out", path)
         return None
@@ -246,6 +257,7 @@ class Following:
     def _tidy(self) -> None:
         """Keep the weights that the model has or is about to have and the newest, and no others."""
         kept = {one.file.path for one in (self._present, self._loading, self._staged) if one is not None}
+        kept |= {self._made} if self._made else set()
         for path in self._files():
             if path not in kept:
                 path.unlink(missing_ok=True)

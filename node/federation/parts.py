@@ -36,7 +36,7 @@ def make_leading(parts: Parts, identity: Identity, home: Home) -> Leading | None
         clock=p.clock,
         tell=lambda level, message: p.history.event(level, "policy", message),
     )
-    PolicyServing(store, identity.peer_id, p.exchange.accounts, p.clock).serve_on(p.exchange.transport)
+    _serve(store, identity.peer_id, p)
     return Leading(publisher, Followers(p, publisher, SpotCheck(publisher, p.bundle, identity)))
 
 
@@ -65,5 +65,11 @@ def make_following(parts: Parts, home: Home) -> Following | None:
     following = Following(
         store, p.trainer, settings.dtype, home.path / "following.json", lambda arrived: make_puller(arrived=arrived)
     )
-    PolicyServing(store, settings.follow, p.exchange.accounts, p.clock).serve_on(p.exchange.transport)
+    _serve(store, settings.follow, p)
     return following
+
+
+def _serve(store: PolicyStore, leader: str, p: Parts) -> None:
+    """Give the policy to whoever may have it."""
+    refused = p.rounds.access.refused if p.rounds else lambda peer: False
+    PolicyServing(store, leader, p.exchange.accounts, p.clock, refused=refused).serve_on(p.exchange.transport)

@@ -44,6 +44,8 @@ HEAD_SECONDS = 3600.0
 """How long a head holds. It is signed anew in good time, so one that is older is of a leader that is gone."""
 SIGN_SECONDS = 600.0
 READ_BYTES = 4 << 20
+NEW = "new.safetensors"
+"""A version that is being written."""
 
 
 class _Entry(msgspec.Struct, frozen=True, array_like=True):
@@ -133,12 +135,13 @@ class Publisher:
     async def run(self) -> None:
         """Write and sign what is offered, until cancelled."""
         await asyncio.to_thread(self._store.verify)
+        self._sign_again()  # the last process's head may have expired, and the next version be long in coming
         while True:
             try:
                 async with asyncio.timeout(SIGN_SECONDS):
                     version, weights, copied = await self._waiting.get()
             except TimeoutError:
-                self._sign()
+                self._sign_again()
                 continue
             self._busy = True
             try:
@@ -147,6 +150,12 @@ class Publisher:
                 self._busy = False
                 del weights
 
+    def _sign_again(self) -> None:
+        try:
+            self._sign()
+        except OSError as error:  # the one before holds for a while
+            self._tell("error", f"the head of the policy is not signed anew: {error}")
+
     async def _publish(self, version: int, weights: Mapping[str, torch.Tensor], copied: float) -> None:
         started = self._clock()
         try:
@@ -154,6 +163,7 @@ class Publisher:
             self._sign()
         except (OSError, ValueError, Rejected, BadWeights) as error:  # a full disk, or damaged: training goes on
             self._last = None  # what is there is looked at before it is built on
+            (self._store.directory / NEW).unlink(missing_ok=True)
             self._tell("error", f"version {version} of the policy is not published: {error}")
             return
         sizes = {item.base is None: item.size for item in made}
@@ -173,7 +183,7 @@ class Publisher:
         """Have a version on disk and in the index; the new items of it. Raises OSError, ValueError."""
         path = self._path(version)
         before = self._last or self._last_weights(weights)
-        new = write_weights(weights, path.with_name("new.safetensors"), self.dtype)
+        new = write_weights(weights, path.with_name(NEW), self.dtype)
         state = new.digest()
         entries = list(self._entries)
         if before is not None and (entries[-1].item.version, entries[-1].state) == (version, state):

@@ -90,9 +90,12 @@ def digest_of(dtype: Weights, tensors: Iterator[tuple[Tensor, Words]]) -> bytes:
 def write_weights(weights: Mapping[str, torch.Tensor], path: Path, dtype: Weights) -> WeightsFile:
     """Write tensors that are all of this type, aside and renamed. Raises OSError."""
     aside = path.with_name(f".aside-{path.name}")
-    save_file({name: tensor.contiguous() for name, tensor in weights.items()}, aside, {"format": "pt"})
-    sync(aside)
-    aside.replace(path)
+    try:
+        save_file({name: tensor.contiguous() for name, tensor in weights.items()}, aside, {"format": "pt"})
+        sync(aside)
+        aside.replace(path)
+    finally:
+        aside.unlink(missing_ok=True)
     return WeightsFile(path, {name: tuple(tensor.shape) for name, tensor in weights.items()}, dtype)
 
 

@@ -120,6 +120,7 @@ def test_what_is_allowed_and_hardly_meant_is_said(train: dict[str, object], word
     [
         ({"federation": {"publish": True, "follow": "12D3KooW" + "x" * 44}}, "a follower has no policy of its own"),
         ({"federation": {"publish": True}, "train": {"lora_rank": 4}}, "train.lora_rank trains adapters"),
+        ({"federation": {"follow": "12D3KooW" + "x" * 44}, "train": {"shards": 2}}, "set train.shards to 1"),
         ({"federation": {"follow": "12D3KooW" + "x" * 44}, "rollout": {"policy": "partial"}}, "to synchronous"),
         ({"federation": {"follow": "somebody"}}, "follow"),
         ({"federation": {"staleness": 17}}, "staleness"),

@@ -72,7 +72,8 @@ class Stage:
 
     def record(self, name: str) -> Round | None:
         try:
-            log = RoundLog(self.home(name).database)
+            home = self.home(name)
+            log = RoundLog(home.database, home.swarm().manifest_digest)
             last = log.last()
             assert log.faults() == []
             log.close()

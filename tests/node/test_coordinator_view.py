@@ -62,6 +62,7 @@ def test_the_view_of_a_coordinator_is_a_nodes(home: Home) -> None:
         home=home, settings=load(home), config=load(home).config, identity=home.identity(), manifest=manifest,
         coordinator=lead, clock=time.time, started_at=time.time() - 5, progress=progress, history=history,
         transport=SimpleNamespace(peers=lambda: ("b", "a"), stats=lambda: stats), invite_uri=lambda: "shoal:x",
+        invite_caution=lambda: "",
         stopped=SimpleNamespace(set=lambda: None),
     )  # fmt: skip
     view = CoordinatorView(process)
@@ -69,6 +70,7 @@ def test_the_view_of_a_coordinator_is_a_nodes(home: Home) -> None:
     assert readiness(view.status()) == []
     assert is_as_described("Swarm", view.swarm())
     assert view.swarm()["members"] == 2
+    assert "others need an invite of the coordinator" in view.swarm()["invite_caution"]
     assert is_as_described("Peers", view.peers(0, 10, sort="peer_id", descending=False, search=""))
     assert [one["peer_id"] for one in view.peers(0, 1, sort="peer_id", descending=False, search="")["peers"]] == ["a"]
     assert is_as_described("PeerGraph", view.peer_graph())

@@ -37,7 +37,8 @@ class Member:
         self.events: list[tuple[str, str]] = []
         self.store = ExperienceStore(path / "anna.db", 1 << 20, clock)
         self.rounds = Rounds(
-            MANIFEST, self.transport, RoundLog(path / "anna.db"), token, clock, request_timeout=5.0, seed=0,
+            MANIFEST, self.transport, RoundLog(path / "anna.db", MANIFEST.digest), token, clock,
+            request_timeout=5.0, seed=0,
             on_event=lambda kind, message: self.events.append((kind, message)),
         )  # fmt: skip
         self.exchange = Exchange(
@@ -82,7 +83,7 @@ async def during(stage: str) -> AsyncIterator[None]:
 
 
 PARTS: Any = SimpleNamespace(
-    config=SimpleNamespace(node=SimpleNamespace(seed=0)),
+    config=SimpleNamespace(node=SimpleNamespace(seed=0), limits=SimpleNamespace(stage_seconds=0.2)),
     engine=None,
     bundle=None,
     scorer=None,
@@ -130,6 +131,35 @@ async def test_held_out_tasks_are_answered_once_and_scored(
     assert not set(asked[0]) & set(asked[1])
 
 
+async def test_an_observer_answers_nothing(pair: tuple[Leader, Member], monkeypatch: pytest.MonkeyPatch) -> None:
+    (_, member), asked = pair, answered(monkeypatch)
+    rounds = member.rounds
+    await until(lambda: rounds.following.round and rounds.following.round.state is State.closing)
+    assert rounds.following.members is not None
+    watching = tuple(msgspec.structs.replace(one, role="observer") for one in rounds.following.members.members)
+    rounds.following.members = msgspec.structs.replace(rounds.following.members, members=watching)
+    assert rounds.entering.listed
+    await rounds.answer(PARTS)
+    assert asked == []
+
+
+async def test_more_tasks_than_there_is_time_for_hold_nobody_up(
+    pair: tuple[Leader, Member], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, member = pair
+    rounds = member.rounds
+
+    async def sample(*_: Any) -> list[Any]:
+        await asyncio.sleep(60)
+        return []
+
+    monkeypatch.setattr(node.rounds, "sample", sample)
+    await until(lambda: rounds.following.round and rounds.following.round.state is State.closing)
+    await asyncio.wait_for(rounds.answer(PARTS), 5)
+    assert ("round", "round 1 is not answered: its 6 tasks were not done within 0 s") in member.events
+    await asyncio.wait_for(rounds.answer(PARTS), 0.1)  # and are not tried again
+
+
 async def test_the_mix_steers_which_assigned_tasks_are_taken(pair: tuple[Leader, Member]) -> None:
     _, member = pair
     rounds, me = member.rounds, member.identity.peer_id
@@ -141,15 +171,15 @@ async def test_the_mix_steers_which_assigned_tasks_are_taken(pair: tuple[Leader,
         return sum(ref.environment == "even" for ref in taken) / len(taken)
 
     if rounds.following.round is None:
-        assert share() == pytest.approx(0.25, abs=0.03)
+        assert share() == pytest.approx(0.25, abs=0.08)
     await until(lambda: rounds.following.round is not None)
-    assert share() == pytest.approx(0.25, abs=0.03)  # the manifest's weights: 1 and 3
+    assert share() == pytest.approx(0.25, abs=0.08)  # the manifest's weights: 1 and 3
     head = rounds.following.head
     assert head is not None
     for mix, wanted in (((1000, 1000), 0.5), ((1000, 1), 1.0), ((1, 1000), 0.0)):
         record = msgspec.structs.replace(head.record, mix=mix)
         rounds.following.head = type(head)(head.digest, head.coordinator, record, head.sealed)
-        assert share() == pytest.approx(wanted, abs=0.03)
+        assert share() == pytest.approx(wanted, abs=0.08)
 
 
 async def test_a_stranger_is_not_served_and_its_groups_are_not_taken(pair: tuple[Leader, Member]) -> None:

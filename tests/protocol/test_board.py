@@ -13,6 +13,7 @@ from protocol.board import (
     Standing,
     fitted,
     list_bytes,
+    most_members,
     next_board,
     pass_rates,
     read_list,
@@ -123,3 +124,12 @@ def test_lists_are_read_strictly() -> None:
         with pytest.raises(Rejected) as refused:
             read_list(bad, MemberList, SWARM)
         assert refused.value.reason is reason
+
+
+@pytest.mark.parametrize("environments", [1, 17, 18, 256])
+def test_a_board_of_all_members_can_be_read(environments: int) -> None:
+    most = most_members(environments)
+    standing = Standing("12D3KooW" + "x" * 44, (1 / 3,) * environments, 1 / 3, 1 / 3, 1 / 3)
+    full = Board(SWARM, 2**62, (standing,) * most)
+    assert read_list(list_bytes(full)[1], Board, SWARM) == full
+    assert (most == MAX_MEMBERS) == (environments <= 17)

@@ -56,7 +56,7 @@ class Peer:
         self.path, self.manifest, self.clock = path / f"{name}.db", manifest, clock
         self.transport = hub.transport(self.identity)
         self.events: list[tuple[str, str]] = []
-        self.log = RoundLog(self.path)
+        self.log = RoundLog(self.path, manifest.digest)
         self.following = Following(
             self.transport, self.log, manifest, clock, request_timeout=5, sync_seconds=0.2, on_event=self.told
         )
@@ -87,7 +87,7 @@ class Leader(Peer):
     def __init__(self, *common, pace: Pace = PACE, patience: float = 1.0, settle: float = 0.0, **options) -> None:
         super().__init__(*common)
         self.membership = Membership(self.path, self.manifest.digest, self.clock, listed_only=self.manifest.listed_only)
-        self.reports = Reports(self.path)
+        self.reports = Reports(self.path, self.manifest.digest)
         self.coordinator = Coordinator(
             self.transport, self.identity, self.manifest, self.following, self.membership, self.reports,
             options.pop("score", score), self.clock, pace, patience=patience, settle=settle, on_event=self.told,

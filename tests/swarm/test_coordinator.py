@@ -1,6 +1,8 @@
 """A coordinator with members over the in-memory transport: rounds, boards, invites, kicks, take-over, false ones."""
 
 import asyncio
+import hashlib
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -18,7 +20,7 @@ from protocol.messages import (
 )
 from protocol.rounds import Pace, Round, State, commitment_of, first, seal_round
 from swarm.coordinator import ScoringUnavailable
-from swarm.membership import NoSuchMember
+from swarm.membership import Membership, NoSuchMember, NotAdmitted
 from swarm.memory import MemoryHub
 from swarm.transport import RequestFailed
 from tests.swarm.coordinated import PACE, Bare, Clock, Leader, Peer, manifest_of, score
@@ -214,6 +216,10 @@ async def test_an_open_swarm_takes_whoever_asks(hall: Hall) -> None:
     anna = await hall.member("anna", lead)
     await until(lambda: anna.entering.listed)
     assert not anna.access.refused(who("stranger").peer_id)
+    small = Membership(lead.path, hall.manifest.digest, time.time, listed_only=False, most=1)
+    with pytest.raises(NotAdmitted, match="full: 1 members"):
+        small.enter(who("bert").peer_id, b"")
+    small.close()
     lead.membership.kick(anna.id, "")
     await until(lambda: lead.transport.refuses(anna.id))
     assert lead.coordinator.access.refused(anna.id)
@@ -351,6 +357,22 @@ async def test_what_breaks_a_promise_is_named(hall: Hall) -> None:
     changed = {**lie, "commitment": commitment_of(b"x" * 32)}
     assert not bert.following.hear(forged(record, **changed), "x")
     assert bert.following.faults[lead.id].reason in {"broken_chain", "broken_commitment"}
+
+
+async def test_what_may_not_follow_is_found_out_whichever_comes_first(hall: Hall) -> None:
+    lead = await hall.leader()
+    (anna,) = await hall.swarm(lead, "anna")
+    await until(lambda: is_at([anna], 1, State.open))
+    head = anna.following.head
+    assert head is not None
+    await hall.kill(lead)
+    revised = forged(head.record, revision=head.record.revision + 1, previous=head.digest, members=b"m" * 32)
+    later = {"revision": head.record.revision + 2, "closes": head.record.closes + 60}
+    assert anna.following.hear(forged(head.record, previous=hashlib.sha256(revised).digest(), **later), "x")
+    assert not anna.following.faults  # nobody can tell yet
+    anna.following.hear(revised, "x")
+    assert anna.following.faults[lead.id].reason == "broken_chain"
+    assert anna.following.round is None
 
 
 async def test_two_records_after_the_same_one_are_two_versions_too(hall: Hall) -> None:

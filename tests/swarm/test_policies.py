@@ -272,7 +272,7 @@ async def test_peers_that_are_slow_or_send_too_little_or_too_much(place: Place, 
         if kind == "silent":
             await asyncio.sleep(60)
         request = msgspec.msgpack.decode(data, type=PieceRequest)
-        piece = leader.store.read(request.piece, request.offset)
+        piece = leader.store.read(request.piece)[request.offset :]
         return {"short": piece[:10], "long": piece + b"x"}.get(kind, b"")
 
     liar = await place.liar("liar", answer)
@@ -476,9 +476,27 @@ async def test_what_is_not_held_and_what_is_too_much(place: Place) -> None:
         list(leader.store.pieces_of(record))
     past = msgspec.msgpack.encode(PieceRequest(record.pieces[0], 2**63 - 1))
     assert await leader.serving.piece("peer", past) == b""
+    # what is read and hashed for an answer of nothing is on the asker's account all the same
+    leader.serving._allowance = Allowance(1000.0, 1000.0, time.time)
+    await leader.serving.piece("peer", past)
+    with pytest.raises(Exception, match="asks to wait"):
+        await leader.serving.piece("peer", past)
     leader.serving._allowance = Allowance(1000.0, 1000.0, time.time)
     await leader.serving.piece("peer", piece)
     with pytest.raises(Exception, match="asks to wait"):
         await leader.serving.piece("peer", piece)
     assert leader.serving.turned_away == 1
     await leader.serving.piece("another", piece)
+
+
+async def test_who_may_not_take_part_gets_nothing(place: Place) -> None:
+    leader, made = await place.leader()
+    record = made.offer(1, None, WHOLE)
+    serving = PolicyServing(leader.store, leader.leader, leader.accounts, time.time, refused=lambda peer: peer == "eve")
+    head = msgspec.msgpack.encode(PolicyRequest(leader.identity.public_key))
+    piece = msgspec.msgpack.encode(PieceRequest(record.pieces[0]))
+    for ask, data in ((serving.head, head), (serving.piece, piece)):
+        assert await ask("anna", data)
+        with pytest.raises(Exception, match="not on the coordinator's member list"):
+            await ask("eve", data)
+    assert leader.verdicts("eve") == {}

@@ -11,7 +11,7 @@ from protocol.manifest import Coordination, embedded_manifest
 from protocol.messages import ReportRequest, Trained
 from protocol.rounds import Facts, Pace, Round, first, open_round, seal_round
 from swarm import round_log
-from swarm.membership import Membership, NoSuchMember
+from swarm.membership import Membership, NoSuchMember, NotAdmitted
 from swarm.reports import Reports
 from swarm.round_log import Fault, RoundLog
 from tests.swarm.world import who
@@ -39,7 +39,7 @@ def chain(log: RoundLog, count: int, **changes: object) -> list[bytes]:
 
 
 def test_records_are_told_in_order_from_the_one_that_is_known(tmp_path: Path) -> None:
-    log = RoundLog(tmp_path / "node.db")
+    log = RoundLog(tmp_path / "node.db", MANIFEST.digest)
     assert log.last() is None
     assert log.after(b"", 5) == []
     digests = chain(log, 6)
@@ -55,11 +55,11 @@ def test_records_are_told_in_order_from_the_one_that_is_known(tmp_path: Path) ->
     assert last is not None
     assert last.digest == later  # a higher term is later than all of a lower one
     log.close()
-    assert RoundLog(tmp_path / "node.db").last() == last
+    assert RoundLog(tmp_path / "node.db", MANIFEST.digest).last() == last
 
 
 def test_who_is_at_fault_is_passed_over_and_the_first_proof_is_kept(tmp_path: Path) -> None:
-    log = RoundLog(tmp_path / "node.db")
+    log = RoundLog(tmp_path / "node.db", MANIFEST.digest)
     chain(log, 2)
     spare = add(log, msgspec.structs.replace(FIRST, term=1))
     assert log.add_fault(Fault(SPARE.peer_id, "equivocation", "why", b"one", b"two"))
@@ -74,14 +74,54 @@ def test_who_is_at_fault_is_passed_over_and_the_first_proof_is_kept(tmp_path: Pa
 
 def test_records_and_lists_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(round_log, "MAX_RECORDS", 5)
+    monkeypatch.setattr(round_log, "LATE_RECORDS", 3)
     monkeypatch.setattr(round_log, "MAX_LISTS", 3)
-    log = RoundLog(tmp_path / "node.db")
+    log = RoundLog(tmp_path / "node.db", MANIFEST.digest)
     chain(log, 20)
     assert len(log.after(b"", 100)) == 5
     for number in range(10):
         log.add_list(bytes([number]) * 32, b"list", [b"\x00" * 32])
     held = [number for number in range(10) if log.list_body(bytes([number]) * 32)]
     assert held == [0, 7, 8, 9]  # the named one and the last three
+
+
+def test_old_records_that_are_told_again_push_no_new_ones_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(round_log, "MAX_RECORDS", 5)
+    monkeypatch.setattr(round_log, "LATE_RECORDS", 3)
+    log = RoundLog(tmp_path / "node.db", MANIFEST.digest)
+    chain(log, 20)
+    newest = log.last()
+    assert newest is not None
+    for revision in range(12):
+        add(log, msgspec.structs.replace(FIRST, revision=revision, previous=b"p" * 32))
+        found = log.rival(msgspec.structs.replace(FIRST, revision=revision))
+        assert found is not None, "what came last is there for a while: it may be half of a proof"
+    assert log.last() == newest
+    assert len(log.after(b"", 100)) == 5 + 3
+
+
+def test_nothing_of_one_swarm_is_taken_into_another(tmp_path: Path) -> None:
+    path, other = tmp_path / "node.db", b"o" * 32
+    log, reports = RoundLog(path, MANIFEST.digest), Reports(path, MANIFEST.digest)
+    members = Membership(path, MANIFEST.digest, lambda: NOW, listed_only=True)
+    chain(log, 2)
+    log.add_list(b"l" * 32, b"list", [])
+    log.add_fault(Fault(SPARE.peer_id, "equivocation", "why", b"one", b"two"))
+    token = members.invite(uses=9, expires=NOW + 9, role="member")
+    anna, eve = who("anna").peer_id, who("eve").peer_id
+    members.enter(anna, token)
+    members.enter(eve, token)
+    members.kick(eve, "why")
+    reports.hear(1, {"anna": 2})
+    for one in (log, reports, members):
+        one.close()
+    assert RoundLog(path, MANIFEST.digest).last() is not None  # the same swarm again
+    log, reports = RoundLog(path, other), Reports(path, other)
+    members = Membership(path, other, lambda: NOW, listed_only=True)
+    assert (log.last(), log.faults(), log.list_body(b"l" * 32), reports.heard(0, 9)) == (None, [], None, {})
+    assert (members.members(), members.kicked()) == ([], [])
+    with pytest.raises(NotAdmitted, match="does not know the invite"):
+        members.enter(anna, token)
 
 
 def test_a_standby_adopts_the_list_and_keeps_what_it_knew(tmp_path: Path) -> None:
@@ -99,6 +139,9 @@ def test_a_standby_adopts_the_list_and_keeps_what_it_knew(tmp_path: Path) -> Non
         (carl, "observer", None),
     }
     assert here.signed_list().kicked == (eve,)
+    # whom the other one forgave is not kept out here
+    here.adopt(MemberList(MANIFEST.digest, listed.members))
+    assert here.signed_list().kicked == ()
     # another process writes: the next look sees it
     other = Membership(tmp_path / "node.db", MANIFEST.digest, lambda: NOW, listed_only=True)
     other.kick(anna, "")
@@ -109,7 +152,7 @@ def test_a_standby_adopts_the_list_and_keeps_what_it_knew(tmp_path: Path) -> Non
 
 
 def test_reports_are_kept_until_their_round_is_long_over(tmp_path: Path) -> None:
-    reports = Reports(tmp_path / "node.db")
+    reports = Reports(tmp_path / "node.db", MANIFEST.digest)
     report = ReportRequest(MANIFEST.digest, 1, ("4", None), (Trained(LEAD.peer_id, 2),))
     assert reports.add("anna", report, msgspec.msgpack.encode(report))
     assert not reports.add("anna", report, b"another")

@@ -101,7 +101,7 @@ def kept(lead: Home, until: State) -> Round:
     manifest, identity = lead.manifest(), lead.identity()
     assert manifest is not None
     hub = MemoryHub()
-    following = Following(hub.transport(identity), RoundLog(lead.database), manifest, time.time)
+    following = Following(hub.transport(identity), RoundLog(lead.database, manifest.digest), manifest, time.time)
     members, body = list_bytes(MemberList(manifest.digest, ()))
     following.keep_list(members, body)
     standing = Standing(OTHER, (0.5, None, 1.0, 0.5), 0.5, 0.75, 0.125)

@@ -82,6 +82,7 @@ def test_only_the_swarm_that_was_meant_is_listed(run: Run, home: Home) -> None:
     assert not home.is_listed()
     assert "is listed" in run("--home", home.path, "swarm", "publish").stdout
     home.leave()
+    assert not home.listed_path.exists()
     home.found(embedded_manifest("another", time.time()))
     assert not home.is_listed()
 

@@ -1,6 +1,7 @@
 """A follower takes up exactly what the leader published, keeps it over a kill, and says what it waits for."""
 
 import asyncio
+import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
@@ -15,7 +16,8 @@ from node.config import Config
 from node.config_train import TrainConfig
 from node.device import Device
 from node.federation.followed import FollowedPolicy
-from node.federation.following import Following
+from node.federation.following import Following, Version
+from node.federation.weights_file import write_weights
 from node.interfaces import Batch, StepSkipped
 from node.models import ModelBundle
 from node.progress import Progress
@@ -24,7 +26,7 @@ from swarm.accounts import Accounts
 from swarm.experience import ExperienceStore
 from swarm.memory import MemoryHub
 from swarm.policies import PolicyServing, PolicyStore
-from swarm.policy_pulling import PolicyPuller
+from swarm.policy_pulling import PolicyPuller, Pulled
 from swarm.reputation import Reputation
 from tests.node.federation.conftest import LEADER, SWARM, Lead
 
@@ -68,7 +70,8 @@ class Follow:
         )  # fmt: skip
         self.puller = self.following.puller
         self.directory, self.device = store.directory, Device()
-        history = SimpleNamespace(record_step=lambda step, record: None)
+        self.recorded: list[int] = []
+        history = SimpleNamespace(record_step=lambda step, record: self.recorded.append(step), last_step=lambda: None)
         self.parts: Any = SimpleNamespace(
             config=Config(), bundle=bundle, trainer=self.trainer, engine=self.engine, device=self.device,
             progress=Progress(time.time, 60.0), clock=time.time, history=history,
@@ -273,6 +276,68 @@ async def test_a_version_that_comes_while_another_is_loaded_takes_nothing_away(
     await follower.at(2)
     assert [path.name.split("-")[1] for path in paths] == ["1", "2"]
     assert follower.same(lead)
+
+
+async def test_rounds_are_counted_on_from_what_the_node_trained_itself(place: Place, make_lead: MakeLead) -> None:
+    lead = make_lead()
+    lead.update(1)
+    await lead.publish()
+    await place.serve(lead)
+    follower = await place.follow()
+    follower.parts.history.last_step = lambda: {"step": 500}
+    await follower.following.recover(follower.parts, follower.own)  # type: ignore[arg-type]
+    await follower.at(1)
+    await follower.step()
+    assert follower.recorded == [501]
+
+
+async def test_what_is_just_written_is_not_tidied_away(
+    place: Place, make_lead: MakeLead, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lead = make_lead()
+    await lead.publish()
+    await place.serve(lead)
+    follower = await place.follow()
+    written, go_on = threading.Event(), threading.Event()
+    write = follower.following._write
+
+    def slowly(pulled: Pulled) -> Version:
+        version = write(pulled)
+        written.set()
+        assert go_on.wait(20)
+        return version
+
+    monkeypatch.setattr(follower.following, "_write", slowly)
+    lead.update(1)
+    await lead.publish()
+    assert await asyncio.to_thread(written.wait, 20)
+    follower.following._tidy()  # as when an older version has just been taken up
+    go_on.set()
+    await follower.at(1)
+    assert follower.same(lead)
+
+
+async def test_what_a_killed_process_had_half_written_is_gone_at_the_next_start(
+    place: Place, make_lead: MakeLead
+) -> None:
+    lead = make_lead()
+    lead.update(4)
+    await lead.publish()
+    await place.serve(lead)
+    follower = await place.follow()
+    await follower.at(4)
+    for name in (".aside-weights-5-0123456789abcdef.safetensors", "whole.safetensors"):
+        (follower.directory / name).write_bytes(b"half")
+    # killed before it was seen that these are no weights to work with
+    next(iter(follower.bundle.model.parameters())).data[0, 0] = float("nan")
+    weights = follower.trainer.snapshot("bfloat16")
+    bad = write_weights(weights, follower.directory / "bad.safetensors", "bfloat16")
+    bad.path.replace(follower.directory / f"weights-5-{bad.digest().hex()[:16]}.safetensors")
+    again = await place.restart(follower)
+    assert again.said.endswith("at version 4 of its policy")
+    assert again.same(lead)
+    assert [path.name.split("-")[:2] for path in again.directory.glob("*.safetensors")] == [["weights", "4"]]
+    assert not list(again.directory.glob(".aside*"))
 
 
 async def test_without_a_leader_nothing_is_practised(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:

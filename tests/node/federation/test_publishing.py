@@ -119,9 +119,39 @@ async def test_a_full_disk_costs_the_version_only(make_lead: MakeLead, monkeypat
         await lead.publish()
     assert len(lead.told) == 1
     assert "version 1 of the policy is not published" in lead.told[0]
+    left = {path.name for path in lead.store.directory.iterdir()}
+    assert left == {"head.bin", "index.bin", "pieces", "weights-0.safetensors"}
     lead.update(2)
     await lead.publish()
     assert items(lead) == [(0, None), (2, 0)]
+
+
+async def test_a_head_is_signed_anew_at_a_start_and_a_full_disk_ends_nothing(
+    make_lead: MakeLead, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lead = make_lead()
+    await lead.publish()
+    (lead.store.directory / "head.bin").unlink()
+    running = asyncio.create_task(lead.again().run())
+    deadline = time.monotonic() + 20
+    while not lead.store.head():
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.01)
+    assert items(lead) == [(0, None)]
+    running.cancel()
+
+    def full(sealed: bytes) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(lead.store, "keep_head", full)
+    monkeypatch.setattr("node.federation.publishing.SIGN_SECONDS", 0.05)
+    running = asyncio.create_task(lead.again().run())
+    while len(lead.told) < 3:
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.01)
+    assert not running.done()
+    assert "not signed anew: [Errno 28]" in lead.told[-1]
+    running.cancel()
 
 
 async def test_a_version_that_comes_too_soon_is_left_out(make_lead: MakeLead) -> None:
