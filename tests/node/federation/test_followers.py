@@ -54,7 +54,7 @@ class World:
             config=Config.model_validate({"federation": federation, "swarm": {"foreign_groups": 8}}),
             manifest=embedded_manifest("one", time.time() - 60),
             bundle=bundle, trainer=lead.trainer, device=lead.device, scorer=Scorer(), sampler=Sampler(0),
-            progress=Progress(time.time, 60.0), clock=time.time, exchange=self, store=self,
+            progress=Progress(time.time, 60.0), clock=time.time, exchange=self, store=self, rounds=None,
             history=SimpleNamespace(event=lambda *said: None),
         )  # fmt: skip
         check = SpotCheck(lead.publisher, bundle, LEADER)
