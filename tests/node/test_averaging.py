@@ -191,12 +191,12 @@ threads = 1
 path = "{model}"
 dtype = "float32"
 [rollout]
-group_size = 4
+group_size = 8
 engine = "transformers"
 [train]
-learning_rate = 1e-3
+learning_rate = 1e-5
 [swarm]
-own_groups = 2
+own_groups = 4
 foreign_groups = 0
 [network]
 listen = "/ip4/127.0.0.1/tcp/0"
