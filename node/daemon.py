@@ -16,7 +16,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, NoReturn
 
 from node.addresses import caution, reachable
-from node.averaging import make_averaging
+from node.averaging import CAUTION, make_averaging
 from node.changing import Change, change
 from node.checkpoint import CheckpointStore
 from node.device import Device, use_threads
@@ -249,6 +249,7 @@ class Daemon:
         self.exchange = parts.exchange
         services.create_task(self._told(parts.exchange.run()), name="exchange")
         if parts.averaging is not None:
+            self.history.event("warning", "averaging", CAUTION)
             services.create_task(self._told(parts.averaging.averager.run()), name="averaging")
         await self.loop.recover()
         for engine in engines:
