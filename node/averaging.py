@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+CAUTION = "averaging trusts other nodes with a share of this one's weights: what they send is clipped, not checked"
+
 
 class Averaging:
     """The outer loop of one node. `begin`, `save` and what `round` computes run on the model thread."""
@@ -185,9 +187,4 @@ def make_averaging(
     def say(level: str, message: str) -> None:
         history.event(level, "averaging", message)
 
-    history.event(
-        "warning",
-        "averaging",
-        "averaging trusts other nodes with a share of this one's weights: they are clipped, not checked",
-    )
     return Averaging(trainer, Averager(setup, home.logs / "averaging.log", say=say), directory)

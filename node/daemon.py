@@ -16,6 +16,10 @@ from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, NoReturn
 
 from node.addresses import caution, reachable
+<<<<<<< HEAD
+=======
+from node.averaging import CAUTION, make_averaging
+>>>>>>> 4f6b2b547d0a54907934ef68c3d55224e7bc8eb5
 from node.changing import Change, change
 from node.device import Device
 from node.federation.parts import make_following, make_leading
@@ -231,6 +235,7 @@ class Daemon:
         if self.rounds is not None:
             services.create_task(self._told(self.rounds.run()), name="rounds")
         if parts.averaging is not None:
+            self.history.event("warning", "averaging", CAUTION)
             services.create_task(self._told(parts.averaging.averager.run()), name="averaging")
         await self.loop.recover()
         if leading is not None:

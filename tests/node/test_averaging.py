@@ -18,7 +18,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from node.averaging import Averaging, make_averaging
+from node.averaging import CAUTION, Averaging, make_averaging
 from node.checkpoint import CheckpointError, CheckpointStore
 from node.client import DaemonUnreachable, RequestRefused, connect
 from node.config import Config
@@ -191,12 +191,12 @@ threads = 1
 path = "{model}"
 dtype = "float32"
 [rollout]
-group_size = 4
+group_size = 8
 engine = "transformers"
 [train]
-learning_rate = 1e-3
+learning_rate = 1e-5
 [swarm]
-own_groups = 2
+own_groups = 4
 foreign_groups = 0
 [network]
 listen = "/ip4/127.0.0.1/tcp/0"
@@ -282,6 +282,7 @@ def test_two_nodes_have_the_same_weights_after_a_round_and_go_on_when_one_is_kil
             for home, process in ((first, one), (second, two)):
                 until(lambda home=home: [text for text in events(home) if "averaged after" in text], process, home)
             # the first checkpoint is that of the outer step: nothing else wrote one
+            assert all(CAUTION in events(home) for home in homes)
             anchors = [
                 load_file(min(home.checkpoints.glob("step-*"), key=number) / outer.FILE)["anchor"] for home in homes
             ]

@@ -69,6 +69,8 @@ def life(tmp_path: Path) -> Iterator[Callable[..., Loop]]:
             device=device,
             engine=FakeEngine(),
             trainer=trainer,
+            averaging=None,
+            rounds=None,
             sampler=Sampler(0),
             checkpoints=checkpoints,
             history=history,
