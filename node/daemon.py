@@ -16,10 +16,7 @@ from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, NoReturn
 
 from node.addresses import caution, reachable
-<<<<<<< HEAD
-=======
-from node.averaging import CAUTION, make_averaging
->>>>>>> 4f6b2b547d0a54907934ef68c3d55224e7bc8eb5
+from node.averaging import CAUTION
 from node.changing import Change, change
 from node.device import Device
 from node.federation.parts import make_following, make_leading
