@@ -93,6 +93,7 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
             history=history,
             progress=Progress(time.time, 60.0),
             clock=time.time,
+            rounds=None,
         )
         loop = Loop(parts)
         history.record_evaluation(0, {"x": 0.0})
@@ -152,6 +153,29 @@ async def test_an_update_that_kills_every_time_is_left_out(make: Make, pauses: l
     said = [event["message"] for event in loop.parts.history.events(None, 50) if event["kind"] == "resume"]
     assert any("the update of step 2 is left out and the step tried again with other groups" in one for one in said)
     assert len(trainer_events(loop)) == 4
+
+
+async def test_a_trainer_that_is_lost_as_the_best_weights_are_exported_costs_them_only(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = Fragile(set())
+    loop = make(trainer)
+    trainer.step = 1
+    loop.parts.checkpoints.directory.mkdir()
+
+    async def scores(*_: Any) -> dict[str, float]:
+        return {"x": 0.5}
+
+    def lost(directory: Path) -> None:
+        raise TrainerLost("worker 1 was ended by SIGKILL", trainer.again)
+
+    monkeypatch.setattr("node.held_out.held_out", scores)
+    monkeypatch.setattr(trainer, "export", lost, raising=False)
+    await loop.evaluations.take()
+    assert not loop.evaluations.owed
+    assert [event["message"] for event in loop.parts.history.events(None, 9) if event["kind"] == "checkpoint"] == [
+        "worker 1 was ended by SIGKILL"
+    ]
 
 
 def trainer_events(loop: Loop) -> list[str]:
