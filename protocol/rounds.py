@@ -18,7 +18,7 @@ import msgspec
 
 from protocol.envelope import Domain, Opened, seal, unseal
 from protocol.identity import Identity
-from protocol.manifest import Manifest
+from protocol.manifest import MAX_COORDINATORS, Manifest
 from protocol.messages import MAX_ANNOUNCEMENT_BYTES, Digest
 from protocol.rejection import Reason, Rejected
 from protocol.rollout import UInt63
@@ -253,7 +253,8 @@ def check_successor(before: Round, after: Round) -> None:
     same = (before.number, before.state) == (after.number, after.state)
     if after.term > before.term:
         changes = {State.open: {"commitment"}, State.closing: {"answers_by"}}.get(before.state, set())
-        legal = same and after.revision == 0 and _differ(before, after) <= changes | {"term"}
+        near = after.term - before.term <= MAX_COORDINATORS  # who is next in line takes the next term that is its own
+        legal = near and same and after.revision == 0 and _differ(before, after) <= changes | {"term"}
     elif after.term < before.term:
         legal = False
     elif same:

@@ -64,6 +64,9 @@ ASK_RATE, ASK_BURST = 0.5, 8.0
 REVISE_SECONDS = 5.0
 """Between two member lists, but for a kick: each is pulled by every member."""
 MAX_COUNTED = 1 << 18
+MAX_WAITING = 256 << 20
+"""Bytes of answers that wait to be scored; who comes later is asked to come again."""
+BUSY_SECONDS = 5.0
 """Groups counted in one round."""
 
 _Request = TypeVar("_Request", EnterRequest, ReportRequest)
@@ -310,6 +313,8 @@ class Coordinator:
             raise Rejected(Reason.wrong_swarm, f"asked about swarm {request.swarm.hex()[:12]}")
         self._saw(peer)
         refused = self._refusal(peer, request)
+        if not refused and self.reports.waiting_bytes() + len(data) > MAX_WAITING:
+            raise Busy(BUSY_SECONDS)
         if not refused and not self.reports.add(peer, request, data):
             refused = "this round's answers were handed in before"
         return msgspec.msgpack.encode(ReportResponse(not refused, refused))
@@ -329,8 +334,8 @@ class Coordinator:
         if len(request.answers) != wanted:
             return f"{len(request.answers)} answers, {wanted} were asked for"
         room = record.tasks * record.samples * sum(map(most_bytes, self.manifest.environments))
-        if sum(len(answer) for answer in request.answers if answer) > room:
-            return f"the answers are longer than {room} characters together"
+        if sum(len(answer.encode()) for answer in request.answers if answer) > room:
+            return f"the answers are longer than {room} bytes together"
         return ""
 
     def _charge(self, peer: str) -> None:

@@ -9,6 +9,7 @@ one; what a power cut left of them is found by `verify` at the next start.
 
 import asyncio
 import hashlib
+import logging
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
@@ -30,6 +31,8 @@ from swarm.accounts import Accounts
 from swarm.allowance import Allowance
 from swarm.serving import REQUEST_COST
 from swarm.transport import Busy, Transport
+
+log = logging.getLogger(__name__)
 
 PIECES_RATE = 8 * 1024.0 * 1024.0
 """Bytes a second that one peer is answered with in the long run."""
@@ -113,9 +116,12 @@ class PolicyStore:
         """Remove whatever is not what its name says, as after a power cut; how many were."""
         bad = 0
         for path in self._pieces.iterdir():
-            with path.open("rb") as file:
-                if hashlib.file_digest(file, "sha256").hexdigest() == path.name:
-                    continue
+            try:
+                with path.open("rb") as file:
+                    if hashlib.file_digest(file, "sha256").hexdigest() == path.name:
+                        continue
+            except OSError as error:  # a block that the disk cannot read: the piece is had again elsewhere
+                log.warning("%s cannot be read: %s", path, error)
             path.unlink()
             bad += 1
         return bad

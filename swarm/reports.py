@@ -40,6 +40,12 @@ class Reports:
             )
         )
 
+    def waiting_bytes(self) -> int:
+        """Of the answers that are not scored yet."""
+        row = self._db.one("SELECT COALESCE(SUM(LENGTH(body)), 0) FROM coordinator_reports WHERE found IS NULL")
+        assert row is not None  # an aggregate always has one
+        return int(row[0])
+
     def next_unscored(self, number: int) -> tuple[str, ReportRequest] | None:
         row = self._db.one(
             "SELECT peer, body FROM coordinator_reports WHERE number = ? AND found IS NULL ORDER BY rowid LIMIT 1",

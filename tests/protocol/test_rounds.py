@@ -154,6 +154,7 @@ CHANGES: list[tuple[Callable[[], Round], Callable[[Round], Round]]] = [
     (opened, lambda r: msgspec.structs.replace(closing(), mix=(1, 1, 1, 1))),
     (opened, lambda r: msgspec.structs.replace(closing(), tasks=1)),
     (closing, lambda r: opened()),
+    (closing, lambda r: msgspec.structs.replace(r, term=9, answers_by=r.answers_by + 1)),
     (closing, lambda r: msgspec.structs.replace(r, term=1, seed=b"x" * 32, commitment=commitment_of(b"x" * 32))),
     (closing, lambda r: msgspec.structs.replace(evaluated(), revision=1)),
     (evaluated, lambda r: msgspec.structs.replace(r, number=3, state=State.waiting)),

@@ -93,7 +93,6 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
             history=history,
             progress=Progress(time.time, 60.0),
             clock=time.time,
-            rounds=None,
         )
         loop = Loop(parts)
         history.record_evaluation(0, {"x": 0.0})
