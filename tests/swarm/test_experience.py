@@ -396,8 +396,10 @@ def test_what_followers_are_credited_with_is_no_refusal(store: ExperienceStore) 
     store.mark_used([record(2).digest], [record(2).digest])
     assert store.peers.verdicts(["alice"]) == {"alice": {"admitted": 1, "trained": 3, "followed": 2}}
     assert store.peers.credited() == 2
-    ((_, admitted, refused),) = store.peers.standings()
-    assert (admitted, refused) == (1, 0)
+    store.peers.save(PeerRecord("bob", 1.0, 0.0, NOW, False, "", NOW, NOW), "stale")
+    order = {"search": "", "sort": "rejected", "descending": True, "offset": 0, "limit": 9}
+    total, found = store.peers.page((), NOW, weigh=lambda *_: 0.0, **order)
+    assert (total, [one.peer for one in found]) == (2, ["bob", "alice"]), "one refusal is more than none"
 
 
 def test_a_group_that_is_overruled_is_neither_trained_on_nor_served(store: ExperienceStore) -> None:
