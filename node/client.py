@@ -105,5 +105,5 @@ def connect(home: Home, timeout: float = TIMEOUT) -> Client:
             f"try again, or see `{home.command('logs')}`"
         )
     if info is None:
-        raise DaemonUnreachable(f"no daemon runs on {home.path} ; start it with `{home.command('up')}`")
+        raise DaemonUnreachable(f"no daemon runs on {home.path} ; start it with `{home.starting()}`")
     return Client(info.url, token, timeout)

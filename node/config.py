@@ -11,7 +11,7 @@ from pydantic import AfterValidator, Field, model_validator
 
 from node.config_averaging import AveragingConfig
 from node.config_train import TRAIN_AT_START, TrainConfig
-from node.config_types import Kbps, Multiaddrs, Peers, Section, Texts, listened, quiet
+from node.config_types import Kbps, Multiaddrs, Peers, Section, Texts, listened, quiet, signing_peer
 
 
 class NodeConfig(Section):
@@ -119,9 +119,8 @@ class FederationConfig(Section):
     whole_every: int = Field(
         16, ge=1, le=20, description="published versions between two wholes; the others are what changed only"
     )
-    follow: str = Field(
+    follow: Annotated[str, AfterValidator(signing_peer)] = Field(
         "",
-        pattern=r"^(12D3KooW[1-9A-HJ-NP-Za-km-z]{44})?$",
         description="peer id of a leader of the same base model: take its policy, train nothing, send it groups",
     )
     poll_seconds: float = Field(2.0, ge=0.1, le=3600, description="how often a follower asks for a newer version")

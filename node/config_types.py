@@ -5,6 +5,7 @@ from typing import Annotated
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
 from node.limits import quiet_spans
+from protocol.identity import IdentityError, public_key_of
 from protocol.invite import check_address, check_peer_address
 
 
@@ -22,6 +23,16 @@ def listened(address: str) -> str:
         raise ValueError(f"{address!r} does not look like /ip4/0.0.0.0/tcp/0 or /ip6/::/tcp/0")
     check_address(address, least_port=0)
     return address
+
+
+def signing_peer(peer: str) -> str:
+    """A peer id whose key can be read from it, or nothing."""
+    try:
+        if peer:
+            public_key_of(peer)
+    except IdentityError as error:
+        raise ValueError(str(error)) from error
+    return peer
 
 
 def announced(address: str) -> str:

@@ -125,6 +125,19 @@ class Home:
         named = "" if self.path == default_home().resolve() else f"--home {shlex.quote(str(self.path))} "
         return f"shoal {named}{words}"
 
+    def coordinates(self) -> bool:
+        """Whether this home's swarm names it as a coordinator, as far as can be told without a passphrase."""
+        try:
+            manifest = self.manifest()
+            peer_id = json.loads(self.identity_path.read_bytes())["peer_id"]
+        except (HomeError, OSError, ValueError, KeyError, TypeError):  # whoever needs these files says so
+            return False
+        return manifest is not None and peer_id in manifest.coordinators
+
+    def starting(self) -> str:
+        """The command that starts what this home is, as a person calls it."""
+        return self.command("coordinator up" if self.coordinates() else "up")
+
     def init(self) -> bool:
         """Create what is missing and keep what is there. True: a new identity was made. Raises HomeError, OSError."""
         if self.path.exists() and not self.path.is_dir():

@@ -5,8 +5,10 @@ with comes from the gains of others.
 """
 
 import hashlib
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Annotated, Literal
 
 import msgspec
@@ -83,7 +85,10 @@ def list_bytes(content: MemberList | Board) -> tuple[bytes, bytes]:
 
 
 def read_list(raw: bytes, kind: type[MemberList] | type[Board], swarm: bytes) -> MemberList | Board:
-    """Decode a list whose digest a signed record names. Raises Rejected: too_large, malformed, wrong_swarm."""
+    """Decode a list whose digest a signed record names. Raises Rejected: too_large, malformed, wrong_swarm.
+
+    A standby takes up what it says, so a list that names a peer twice, or a board of no numbers, is refused here.
+    """
     if len(raw) > MAX_LIST_BYTES:
         raise Rejected(Reason.too_large, f"{len(raw)} bytes, at most {MAX_LIST_BYTES}")
     try:
@@ -92,6 +97,15 @@ def read_list(raw: bytes, kind: type[MemberList] | type[Board], swarm: bytes) ->
         raise Rejected(Reason.malformed, f"{kind.__name__}: {error}") from error
     if content.swarm != swarm:
         raise Rejected(Reason.wrong_swarm, f"{kind.__name__} of swarm {content.swarm.hex()[:12]}")
+    if isinstance(content, Board):
+        lists = [sorted(one.peer for one in content.standings)]
+        numbers = (number for one in content.standings for number in (*one.scores, one.mean, one.best, one.credit))
+        if not all(number is None or math.isfinite(number) for number in numbers):
+            raise Rejected(Reason.malformed, "Board: a score or credit that is not finite")
+    else:
+        lists = [[one.peer for one in content.members], list(content.kicked)]
+    if any(one >= following for peers in lists for one, following in pairwise(peers)):
+        raise Rejected(Reason.malformed, f"{kind.__name__}: peers out of order, or one of them twice")
     return content
 
 

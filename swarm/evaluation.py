@@ -72,7 +72,9 @@ class Evaluation:
                 for n, text in enumerate(answers)
                 if text is not None and len(text.encode()) <= most  # a longer one scores 0
             ]
-            means.append(math.fsum(await self._score(items)) / each if items else 0.0)
+            # what an environment calls nan or infinite is worth nothing: it must not reach a board
+            rewards = filter(math.isfinite, await self._score(items)) if items else ()
+            means.append(math.fsum(rewards) / each)
         return tuple(means)
 
     def board(self, record: Round, present: set[str]) -> bytes:

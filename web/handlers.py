@@ -3,8 +3,10 @@
 docs/api.md describes them for users.
 """
 
+import contextlib
 import functools
 import io
+from collections.abc import Iterator
 
 from aiohttp import web
 
@@ -18,7 +20,7 @@ from web.openapi import MAX_REASON, document
 from web.probes import prometheus, readiness, trouble
 from web.queries import asked, body, group_id
 from web.streams import Streams
-from web.view import NodeView, NotFound, SettingOverridden, SettingRefused
+from web.view import NodeView, NotFound, NothingToHold, SettingOverridden, SettingRefused
 
 LOOPBACK = ("127.", "::1", "::ffff:127.")
 FOR_THE_TOKEN = ("engine.command", "engine.args", "web.", "swarm.join", "model.path")
@@ -252,12 +254,14 @@ class Handlers:
         reason = (await body(request)).get("reason", "asked for over the API")
         if not isinstance(reason, str) or len(reason) > MAX_REASON or not reason.isprintable():
             raise Refused(400, f"reason is not a line of at most {MAX_REASON} characters", "send a short one")
-        self.view.pause(reason)
+        with _training():
+            self.view.pause(reason)
         return answer(self.view.status(), 202)
 
     async def resume(self, request: web.Request) -> web.Response:
         await body(request)
-        self.view.resume()
+        with _training():
+            self.view.resume()
         return answer(self.view.status(), 202)
 
     async def stop(self, request: web.Request) -> web.Response:
@@ -265,6 +269,16 @@ class Handlers:
         await body(request)
         self.view.stop()
         return answer({}, 202)
+
+
+@contextlib.contextmanager
+def _training() -> Iterator[None]:
+    """Around what only a node that trains can do."""
+    try:
+        yield
+    except NothingToHold as refused:
+        what, _, fix = str(refused).partition(" ; ")
+        raise Refused(409, what, fix) from refused
 
 
 @functools.cache

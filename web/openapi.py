@@ -46,7 +46,7 @@ REFUSALS = {
     "403": "a page of another origin, or a session where the token is needed",
     "404": "no such thing",
     "408": "the body did not arrive in time",
-    "409": "a flag or a variable overrides the setting",
+    "409": "a flag or a variable overrides the setting, or a coordinator is to pause",
     "413": "the body is too long",
     "415": "the body is not application/json",
     "421": "the node does not answer as this host",
@@ -79,7 +79,16 @@ def document() -> dict[str, Any]:
             "requestBody": {"content": {"application/json": {"schema": body}}},
             "responses": {
                 str(status): _response(says, "application/json", schema),
-                **_refusals("400", "401", "403", "408", "413", "415", "421", *(("409",) if name == "config" else ())),
+                **_refusals(
+                    "400",
+                    "401",
+                    "403",
+                    "408",
+                    "413",
+                    "415",
+                    "421",
+                    *(("409",) if name in ("config", "pause", "resume") else ()),
+                ),
             },
         }
     return {

@@ -15,6 +15,10 @@ class NotFound(Exception):
     """No such group, step or peer."""
 
 
+class NothingToHold(Exception):
+    """A pause of what does not train; the message is "what ; what to do"."""
+
+
 class SettingRefused(Exception):
     """A change of settings that is not valid; the message is "what ; what to do"."""
 
@@ -92,7 +96,8 @@ class NodeView(Protocol):
     def metrics(self) -> Mapping[str, float]:
         """Prometheus samples: full metric name with labels (`shoal_rejected_total{reason="stale"}`) -> value."""
 
-    def pause(self, reason: str) -> None: ...
+    def pause(self, reason: str) -> None:
+        """Raises NothingToHold, as `resume` does."""
 
     def resume(self) -> None: ...
 

@@ -40,7 +40,7 @@ def down(session: Session) -> None:
     if session.as_json:
         emit({"state": "STOPPED", "reason": said})
     else:
-        click.echo(f"STOPPED  {said}; run shoal up to go on")
+        click.echo(f"STOPPED  {said}; run shoal {'coordinator up' if home.coordinates() else 'up'} to go on")
 
 
 def farewell(home: "Home") -> str | None:

@@ -27,6 +27,21 @@ class NotLeading(Exception):
     """Another coordinator leads, and what is done here would not count."""
 
 
+class PeerId(click.ParamType):
+    """A peer id on the command line, whole: a wrong digit would name nobody, or nobody that can sign."""
+
+    name = "peer id"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        from protocol.identity import IdentityError, public_key_of
+
+        try:
+            public_key_of(value)
+        except IdentityError as error:
+            self.fail(str(error), param, ctx)
+        return str(value)
+
+
 @click.group(cls=Group)
 def coordinator() -> None:
     """Pace and evaluate a swarm, and say who takes part in it."""
@@ -45,7 +60,9 @@ def coordinator() -> None:
     is_flag=True,
     help="no key, listed in the public directory, and whoever asks becomes a member; else by invite only",
 )
-@click.option("--standby", "standbys", multiple=True, metavar="PEER_ID", help="takes over when this one is silent")
+@click.option(
+    "--standby", "standbys", type=PeerId(), multiple=True, metavar="PEER_ID", help="takes over when this one is silent"
+)
 @with_session
 def init(session: Session, name: str, file: Path | None, public: bool, standbys: tuple[str, ...]) -> None:
     """Begin a swarm that this home coordinates: identity where there is none, manifest, key."""
@@ -163,7 +180,7 @@ def members(session: Session) -> None:
 
 
 @coordinator.command()
-@click.argument("peer")
+@click.argument("peer", type=PeerId(), metavar="PEER_ID")
 @click.option("--reason", default="", help="for yourself; members are not told")
 @click.option("--undo", is_flag=True, help="take a kick back: the peer may come in again, with an invite")
 @with_session
@@ -178,7 +195,7 @@ def kick(session: Session, peer: str, reason: str, undo: bool) -> None:
     if undo:
         membership.forgive(peer)
     else:
-        membership.kick(peer, reason[:200])
+        membership.kick(peer, reason.encode(errors="replace").decode()[:200])
     if session.as_json:
         emit({"peer": peer, "kicked": not undo})
     else:

@@ -10,7 +10,7 @@ import psutil
 from node.settings import public_values
 from node.view_coordinator import coordination
 from node.view_swarm import swarm_facts
-from web.view import NotFound, SettingRefused
+from web.view import NotFound, NothingToHold, SettingRefused
 
 if TYPE_CHECKING:
     from node.coordinator.process import CoordinatorProcess
@@ -135,10 +135,11 @@ class CoordinatorView:
         return {name: float(value) for name, value in samples.items()}
 
     def pause(self, reason: str) -> None:
-        """Nothing trains here."""
+        """Raises NothingToHold: an answer of 202 would be taken for a pause of the swarm."""
+        raise NothingToHold("a coordinator trains nothing ; end it with `shoal down`, or pause a node")
 
     def resume(self) -> None:
-        """Nothing is held here."""
+        self.pause("")
 
     def stop(self) -> None:
         self.node.stopped.set()

@@ -9,6 +9,9 @@ from node.config import Config
 from node.home import Home
 from node.oddities import oddities
 from node.settings import ConfigError, load
+from protocol.identity import Identity
+
+LEADER = Identity.from_seed(bytes(32)).peer_id
 
 
 @pytest.mark.parametrize(
@@ -118,11 +121,12 @@ def test_what_is_allowed_and_hardly_meant_is_said(train: dict[str, object], word
 @pytest.mark.parametrize(
     ("settings", "problem"),
     [
-        ({"federation": {"publish": True, "follow": "12D3KooW" + "x" * 44}}, "a follower has no policy of its own"),
+        ({"federation": {"publish": True, "follow": LEADER}}, "a follower has no policy of its own"),
         ({"federation": {"publish": True}, "train": {"lora_rank": 4}}, "train.lora_rank trains adapters"),
-        ({"federation": {"follow": "12D3KooW" + "x" * 44}, "train": {"shards": 2}}, "set train.shards to 1"),
-        ({"federation": {"follow": "12D3KooW" + "x" * 44}, "rollout": {"policy": "partial"}}, "to synchronous"),
+        ({"federation": {"follow": LEADER}, "train": {"shards": 2}}, "set train.shards to 1"),
+        ({"federation": {"follow": LEADER}, "rollout": {"policy": "partial"}}, "to synchronous"),
         ({"federation": {"follow": "somebody"}}, "follow"),
+        ({"federation": {"follow": "12D3KooW" + "z" * 44}}, "is no Ed25519 peer id"),
         ({"federation": {"staleness": 17}}, "staleness"),
     ],
 )

@@ -1,5 +1,7 @@
 """Scores and credit: what counts, what is cut, and that nobody's word about itself counts."""
 
+import math
+
 import msgspec
 import pytest
 
@@ -40,6 +42,12 @@ def board(
 
 def credits(found: Board) -> dict[str, float]:
     return {one.peer: round(one.credit, 6) for one in found.standings}
+
+
+def many(count: int) -> list[str]:
+    """Different peer ids by form."""
+    digits = "123456789ABCDEFG"
+    return ["12D3KooW" + "".join(digits[n >> shift & 15] for shift in (8, 4, 0)) + "x" * 41 for n in range(count)]
 
 
 def test_the_first_score_credits_nobody() -> None:
@@ -95,8 +103,7 @@ def test_who_left_is_off_the_board_and_absent_ones_keep_their_best() -> None:
 
 
 def test_the_largest_board_fits() -> None:
-    me = Identity.from_seed(bytes(32)).peer_id
-    full = Board(SWARM, 1, tuple(Standing(me, (0.123,) * 256, 0.5, 0.5, 0.1) for _ in range(MAX_MEMBERS)))
+    full = Board(SWARM, 1, tuple(Standing(peer, (0.123,) * 256, 0.5, 0.5, 0.1) for peer in many(MAX_MEMBERS)))
     found = fitted(full)
     raw = list_bytes(found)[1]
     assert read_list(raw, Board, SWARM) == found
@@ -120,16 +127,35 @@ def test_lists_are_read_strictly() -> None:
         (bytes(MAX_LIST_BYTES + 1), Reason.too_large),
         (list_bytes(MemberList(b"x" * 32, ()))[1], Reason.wrong_swarm),
         (b"\x93" * 5000, Reason.malformed),
+        (list_bytes(MemberList(SWARM, (Member(anna, "member"), Member(anna, "observer"))))[1], Reason.malformed),
+        (list_bytes(MemberList(SWARM, (), (eve, eve)))[1], Reason.malformed),
+        (list_bytes(MemberList(SWARM, members.members[::-1]))[1], Reason.malformed),
     ):
         with pytest.raises(Rejected) as refused:
             read_list(bad, MemberList, SWARM)
         assert refused.value.reason is reason
 
 
+def test_a_board_that_would_spoil_what_follows_it_is_refused() -> None:
+    anna = Identity.from_seed(bytes(32)).peer_id
+    good = Standing(anna, (0.5, None), 0.25, 0.5, 0.0)
+    assert read_list(list_bytes(Board(SWARM, 1, (good,)))[1], Board, SWARM) == Board(SWARM, 1, (good,))
+    for bad in (
+        (good, good),
+        (msgspec.structs.replace(good, scores=(math.nan, None)),),
+        (msgspec.structs.replace(good, mean=math.inf),),
+        (msgspec.structs.replace(good, best=math.nan),),
+        (msgspec.structs.replace(good, credit=-math.inf),),
+    ):
+        with pytest.raises(Rejected) as refused:
+            read_list(list_bytes(Board(SWARM, 1, bad))[1], Board, SWARM)
+        assert refused.value.reason is Reason.malformed
+
+
 @pytest.mark.parametrize("environments", [1, 17, 18, 256])
 def test_a_board_of_all_members_can_be_read(environments: int) -> None:
     most = most_members(environments)
-    standing = Standing("12D3KooW" + "x" * 44, (1 / 3,) * environments, 1 / 3, 1 / 3, 1 / 3)
-    full = Board(SWARM, 2**62, (standing,) * most)
+    thirds = (1 / 3,) * environments
+    full = Board(SWARM, 2**62, tuple(Standing(peer, thirds, 1 / 3, 1 / 3, 1 / 3) for peer in many(most)))
     assert read_list(list_bytes(full)[1], Board, SWARM) == full
     assert (most == MAX_MEMBERS) == (environments <= 17)

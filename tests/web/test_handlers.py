@@ -8,7 +8,7 @@ import pytest
 import segno
 
 from web.queries import MAX_BODY
-from web.view import SettingOverridden, SettingRefused
+from web.view import NothingToHold, SettingOverridden, SettingRefused
 
 
 async def get(client, path, status=200):
@@ -182,6 +182,18 @@ async def test_pause_resume_stop(client, view):
     async with client.post("/api/v1/stop", json={}) as done:
         assert done.status == 202
     assert view.calls == [("pause", "a game"), ("resume",), ("stop",)]
+
+
+async def test_what_trains_nothing_says_so_when_it_is_to_pause(client, view, monkeypatch):
+    def refuse(*asked):
+        raise NothingToHold("it trains nothing ; pause a node")
+
+    monkeypatch.setattr(view, "pause", refuse)
+    monkeypatch.setattr(view, "resume", refuse)
+    for what in ("pause", "resume"):
+        async with client.post(f"/api/v1/{what}", json={}) as refused:
+            assert refused.status == 409
+            assert await refused.json() == {"error": "it trains nothing", "fix": "pause a node"}
 
 
 async def change(client, content, status):

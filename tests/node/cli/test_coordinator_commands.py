@@ -59,7 +59,7 @@ def test_a_public_swarm_has_no_key(tmp_path: Path, run: Callable[..., Result]) -
 def test_a_standby_that_is_no_peer_id_is_refused(tmp_path: Path, run: Callable[..., Result]) -> None:
     done = run("--home", tmp_path / "x", "coordinator", "init", "lab", "--standby", "nobody")
     assert done.exit_code == 2
-    assert "coordination" in done.output
+    assert "--standby" in done.output
 
 
 def test_an_invite_carries_the_key_and_a_token_that_lets_so_many_in(lead: Home, run: Callable[..., Result]) -> None:
@@ -85,6 +85,8 @@ def test_what_cannot_be_is_refused_with_a_word(lead: Home, run: Callable[..., Re
         (("invite", "--expires", "soon"), 2, "no time like 30m"),
         (("invite", "--uses", "0"), 2, "uses"),
         (("kick", OTHER), 2, "is no member"),
+        (("kick", "\udcff"), 2, "is no Ed25519 peer id"),
+        (("kick", OTHER, "--reason", "\udcff"), 2, "is no member"),
     ):
         done = run("--home", lead.path, "coordinator", *words)
         assert (done.exit_code, said in done.output) == (code, True), done.output
@@ -94,6 +96,13 @@ def test_what_cannot_be_is_refused_with_a_word(lead: Home, run: Callable[..., Re
     assert "is in no swarm" in run("--home", home.path, "coordinator", "members").output
     assert run("--home", home.path, "swarm", "create", "plain").exit_code == 0
     assert "has no coordinator" in run("--home", home.path, "coordinator", "board").output
+
+
+def test_a_coordinator_that_is_down_is_started_as_one(lead: Home, run: Callable[..., Result], home: Home) -> None:
+    assert "coordinator up`" in run("--home", lead.path, "status").output
+    assert "coordinator up`" not in run("--home", home.path, "status").output
+    lead.identity_path.write_bytes(b"{}")
+    assert not lead.coordinates()
 
 
 def kept(lead: Home, until: State) -> Round:
