@@ -10,7 +10,7 @@ import psutil
 from node.settings import public_values
 from node.view_coordinator import coordination
 from node.view_swarm import swarm_facts
-from web.view import NotFound, NothingToHold, SettingRefused
+from web.view import NotFound, NothingToHold, SettingOverridden
 
 if TYPE_CHECKING:
     from node.coordinator.process import CoordinatorProcess
@@ -117,7 +117,7 @@ class CoordinatorView:
         return public_values(self.node.settings, self.node.config)
 
     def change(self, values: Mapping[str, Json]) -> Mapping[str, Json]:
-        raise SettingRefused("a coordinator takes settings up at its next start ; stop it, then shoal config set")
+        raise SettingOverridden("a coordinator takes settings up at its next start ; stop it, then start it again")
 
     def metrics(self) -> Mapping[str, float]:
         status, stats, lead = self.status(), self.node.transport.stats(), self.node.coordinator

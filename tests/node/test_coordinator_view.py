@@ -18,7 +18,7 @@ from protocol.rounds import Facts, Pace, State, first
 from web.answers import encode
 from web.probes import HELP, readiness
 from web.schemas import SCHEMAS
-from web.view import NotFound, NothingToHold, SettingRefused
+from web.view import NotFound, NothingToHold, SettingOverridden
 
 
 def is_as_described(name: str, answer: Any) -> bool:
@@ -77,7 +77,7 @@ def test_the_view_of_a_coordinator_is_a_nodes(home: Home) -> None:
     assert is_as_described("Config", view.config())
     assert {name.partition("{")[0] for name in view.metrics()} <= set(HELP)
     assert view.metrics()["shoal_round"] == 1
-    with pytest.raises(SettingRefused, match="next start"):
+    with pytest.raises(SettingOverridden, match="next start"):
         view.change({"coordinator.groups": 1})
     for asked in (lambda: view.pause("x"), view.resume):
         with pytest.raises(NothingToHold, match="shoal down"):

@@ -203,12 +203,12 @@ def test_settings_an_identity_and_an_invite_of_a_newer_shoal_are_refused_with_wo
     home.identity_path.write_text(json.dumps({**key, "shoal_identity": 2}))
     with pytest.raises(HomeError, match="written by a newer shoal; upgrade shoal"):
         home.identity()
-    with pytest.raises(InviteError, match="version 2, this shoal reads 1; upgrade shoal to join"):
+    with pytest.raises(InviteError, match="version 3, this shoal reads 2; upgrade shoal to join"):
         Invite.parse(newer(Invite(b"d" * 32, (), None, "s").to_uri()))
 
 
 def newer(link: str) -> str:
     """The invite with the version byte after this one's, and a check that is right."""
     frame = base64.urlsafe_b64decode(link.removeprefix("shoal:") + "==")[:-4]
-    frame = bytes([2]) + frame[1:]
+    frame = bytes([3]) + frame[1:]
     return "shoal:" + base64.urlsafe_b64encode(frame + hashlib.sha256(frame).digest()[:4]).decode().rstrip("=")
