@@ -163,7 +163,9 @@ def errors_of(path: Path) -> Iterator[None]:
                 f"{path} is damaged ({error}) ; move it away: history, experience and reputation begin anew, "
                 "the model goes on"
             ) from error
-        raise StoreError(f"{path}: {error}") from error
+        io = getattr(error, "sqlite_errorname", "").startswith("SQLITE_IOERR")
+        fix = " ; see whether its disk is full or failing" if io else ""
+        raise StoreError(f"{path}: {error}{fix}") from error
 
 
 @contextmanager
