@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 PLAIN_SECONDS = 15.0
 NARROW = 110
-"""Columns below which a terminal gets lines of words: cells would be cut to nothing."""
+"""Columns below which a terminal gets a smaller table, and what does not fit into it as lines."""
 COLUMNS = ("node", "state", "step", "reward", "since start", "held-out", "tokens/s", "own + foreign", "peers", "page")
 
 
@@ -42,15 +42,16 @@ class LiveTable:
         if self._live is None:
             self._show_plain(members)
             return
+        sign_in = Text(f"sign in to a page: {members[0].home.command('open')}")
+        if self._console.width < NARROW:
+            self._live.update(Group(*narrow(members), sign_in, Text("Ctrl-C stops; make run goes on")), refresh=True)
+            return
         table = Table(*COLUMNS[:-1], title="Shoal: a swarm on this machine", caption="Ctrl-C stops; make run goes on")
         for member in members:
             table.add_row(*(Text(cell) for cell in row(member)[:-1]))  # Text: what an error quotes is no markup
         # under the table, where no narrow column cuts an address or a path off
         pages = [Text(f"{member.name}  {page(member)}  {member.note}".rstrip()) for member in members]
-        pages.append(Text(f"sign in to a page: {members[0].home.command('open')}"))
-        narrow = self._console.width < NARROW
-        lines = [Text(in_words(row(member))) for member in members]
-        self._live.update(Group(*lines, *pages, Text("Ctrl-C stops")) if narrow else Group(table, *pages), refresh=True)
+        self._live.update(Group(table, *pages, sign_in), refresh=True)
 
     def _show_plain(self, members: Sequence["Member"]) -> None:
         """A line when a node's state, step or note changed, at most every PLAIN_SECONDS for steps."""
@@ -67,6 +68,23 @@ class LiveTable:
                     highlight=False,
                     markup=False,
                 )
+
+
+SMALL = ("node", "state", "step", "reward", "held-out", "own + foreign", "peers")
+
+
+def narrow(members: Sequence["Member"]) -> list[Table | Text]:
+    """A table of numbers that fits 80 columns, and a line of words for each node."""
+    table, lines = Table(*SMALL, box=None, pad_edge=False), list[Table | Text]()
+    for member in members:
+        cells = dict(zip(COLUMNS, row(member), strict=True))
+        state, _, words = cells["state"].partition("  ")
+        if member.note:
+            state, words = str(member.status.get("state", "")), cells["state"]
+        table.add_row(*(Text(state if name == "state" else cells[name]) for name in SMALL))
+        speed = f"{cells['since start']} since start, {cells['tokens/s']} tokens/s" if member.status else ""
+        lines.append(Text("  ".join(filter(None, (member.name, page(member), words, speed)))))
+    return [table, *lines]
 
 
 def in_words(cells: Sequence[str]) -> str:

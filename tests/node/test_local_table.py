@@ -1,6 +1,7 @@
 """What `shoal local` shows of its nodes, on a terminal and where there is none."""
 
 import io
+import re
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ from rich.console import Console
 
 from node.home import Home
 from node.local import Member
-from node.local_table import COLUMNS, PLAIN_SECONDS, LiveTable, row
+from node.local_table import COLUMNS, PLAIN_SECONDS, SMALL, LiveTable, row
 
 STATUS: dict[str, Any] = {
     "state": "TRAINING", "reason": "with 1 peer", "stage": "update", "stage_seconds": 2.4, "step": 12, "reward": 0.5,
@@ -88,10 +89,24 @@ def test_elsewhere_it_is_a_line_when_something_changes(member: Member, monkeypat
     assert "state stopped; step 13 is saved in [somewhere]" in third
 
 
+def test_a_narrow_terminal_has_a_table_that_fits(member: Member) -> None:
+    shown = io.StringIO()
+    with LiveTable(Console(file=shown, force_terminal=True, width=80, color_system=None)) as table:
+        table.show([member, member])
+    lines = re.sub(r"\x1b\[[?\d]*[A-Za-z]", "", shown.getvalue()).splitlines()
+    heads = next(line for line in lines if "own + foreign" in line)
+    assert all(name in heads for name in SMALL)
+    first = next(line for line in lines if line.strip().startswith("node-1") and "TRAINING" in line)
+    assert first.index("TRAINING") == heads.index("state")
+    assert "0.50" in first
+    assert "update 2 s" not in first
+
+
 def test_on_a_narrow_terminal_nothing_is_cut(member: Member) -> None:
     shown = io.StringIO()
     with LiveTable(Console(file=shown, force_terminal=True, width=80)) as table:
         table.show([member])
     text = "".join(shown.getvalue().split())
-    for cell in (*row(member), f"shoal --home {member.home.path} open"):
+    state, _, words = row(member)[1].partition("  ")
+    for cell in (state, words, *row(member)[2:], f"shoal --home {member.home.path} open"):
         assert "".join(cell.split()) in text
