@@ -4,6 +4,7 @@ import asyncio
 import errno
 import ipaddress
 import logging
+import socket
 from collections.abc import Callable, Iterable
 
 from aiohttp import web
@@ -84,7 +85,7 @@ class WebServer:
             )
         except OSError as error:
             await runner.cleanup()
-            raise self._unusable(error) from error
+            raise _unusable(self.host, self.port, error) from error
         self._runner = runner
 
     @property
@@ -108,20 +109,27 @@ class WebServer:
         self.streams.close()
         await runner.cleanup()
 
-    def _unusable(self, error: OSError) -> WebServerError:
-        where = f"{self.host}:{self.port}"
-        if error.errno == errno.EADDRINUSE:
-            return PortInUse(
-                f"port {self.port} of {self.host} is in use (web.port) ; stop what uses it, or choose another: "
-                "shoal config set web.port N"
-            )
-        if error.errno == errno.EACCES:
-            return WebServerError(
-                f"not allowed to listen on {where} ; choose a port over 1023: shoal config set web.port N"
-            )
-        return WebServerError(
-            f"cannot listen on {where}: {error.strerror or error} ; shoal config set web.host 127.0.0.1"
+
+def check_port(host: str, port: int) -> None:
+    """Raises what `WebServer.start` would, before anything is done that takes long."""
+    try:
+        socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET).close()
+    except OSError as error:
+        raise _unusable(host, port, error) from error
+
+
+def _unusable(host: str, port: int, error: OSError) -> WebServerError:
+    where = f"{host}:{port}"
+    if error.errno == errno.EADDRINUSE:
+        return PortInUse(
+            f"port {port} of {host} is in use (web.port) ; stop what uses it, or choose another (0: any free one): "
+            "shoal config set web.port N"
         )
+    if error.errno == errno.EACCES:
+        return WebServerError(
+            f"not allowed to listen on {where} ; choose a port over 1023: shoal config set web.port N"
+        )
+    return WebServerError(f"cannot listen on {where}: {error.strerror or error} ; shoal config set web.host 127.0.0.1")
 
 
 def _accept(runner: web.AppRunner) -> asyncio.Protocol:

@@ -77,6 +77,9 @@ def up(session: Session, invite: str | None, open_browser: bool, steps: int | No
         signal.signal(number, leave_at_once)  # until the daemon has handlers of its own
 
     with home.lock():  # before the imports, which take seconds: `shoal status` sees that a node is starting
+        from web.server import check_port
+
+        check_port(settings.config.web.host, settings.config.web.port)
         from node.daemon import run
 
         run(home, settings, steps=steps, stay=stay, as_json=session.as_json)
