@@ -35,7 +35,8 @@ RETRY_SECONDS = 10.0
 TELL_DEADLINE = 30.0
 ANSWERS_A_SECOND, ANSWERS_AT_ONCE = 0.2, 5.0
 """To one peer; each is made anew, and signed."""
-MAX_ASKED = 160
+MAX_ASKED = 20
+"""Nodes of each key of the directory."""
 ASKED_AT_ONCE = 8
 ASK_SECONDS = 10.0
 
@@ -139,7 +140,7 @@ async def discover(
 
     async def look_up(shard: int) -> None:
         named = await transport.find_providers(directory_key(shard), timeout=ASK_SECONDS)
-        new = [peer for peer in named if peer not in asked][: max(0, MAX_ASKED // SHARDS)]
+        new = [peer for peer in named if peer not in asked][:MAX_ASKED]
         asked.update(new)
         await asyncio.gather(*(ask(peer, listed=True) for peer in new))
 
