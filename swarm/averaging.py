@@ -33,6 +33,7 @@ from swarm.averaging_wire import (
     file_of,
     frame,
 )
+from swarm.child import inherited, open_log
 
 log = logging.getLogger(__name__)
 
@@ -43,9 +44,6 @@ SILENT_SECONDS = 60.0
 SLACK_SECONDS = 10.0
 """Over the deadlines that the process itself keeps."""
 LONGEST_PAUSE = 300.0
-HIDDEN = ("SHOAL_", "HF_TOKEN")
-"""Beginnings of variables that the process has no business with: the passphrase of the identity is one."""
-LOG_BYTES = 1 << 22
 ROOT = Path(__file__).parents[1]
 
 
@@ -132,11 +130,9 @@ class Averager:
             self.kill()
 
     async def _launch(self, theirs: socket.socket) -> asyncio.subprocess.Process:
-        kept = {name: value for name, value in os.environ.items() if not name.startswith(HIDDEN)}
         path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-        self._log_path.parent.mkdir(parents=True, exist_ok=True)
-        fresh = not self._log_path.exists() or self._log_path.stat().st_size > LOG_BYTES
-        with self._log_path.open("wb" if fresh else "ab") as output:
+        needed = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "HIVEMIND_LOGLEVEL": "WARNING"}
+        with open_log(self._log_path) as output:
             # -P: a `torch.py` in the directory where the node was started is not torch
             return await asyncio.create_subprocess_exec(
                 sys.executable,
@@ -148,7 +144,7 @@ class Averager:
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
-                env={**kept, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "HIVEMIND_LOGLEVEL": "WARNING"},
+                env={**inherited(os.environ), **needed},
                 start_new_session=True,
             )
 

@@ -14,24 +14,20 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
 
 from node.engines.vllm_client import Address
+from swarm.child import inherited, open_log
 
 log = logging.getLogger(__name__)
 
 STOP_SECONDS = 2.0
 """Between asking it to end and killing it; a node has 4 s to stop in all."""
-LOG_BYTES = 16 << 20
-"""A log longer than this is begun anew at the next start."""
 LOG_TAIL = 12
 """Lines of the log that an error shows."""
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0
 """Seconds before a start that follows failures: doubled with each failure in a row."""
 HEALTHY_SECONDS = 120.0
 """A server that lived this long is no failure in a row when it dies."""
-HIDDEN = ("SHOAL_", "HF_TOKEN")
-"""Beginnings of variables that it has no business with: the passphrase of the identity is one."""
 TROUBLE = ("error", "exception", "traceback")
 
 
@@ -138,25 +134,18 @@ def _signal_group(group: int, number: signal.Signals) -> bool:
 
 def environment(own: Mapping[str, str], more: Sequence[tuple[str, str]]) -> dict[str, str]:
     """Variables of the child: ours without secrets and settings, and what it needs."""
-    kept = {name: value for name, value in own.items() if not name.startswith(HIDDEN)}
     needed = {
         "VLLM_SERVER_DEV_MODE": "1",  # weights and pauses; it listens on a private socket only
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
         "HF_HUB_OFFLINE": "1",
     }
-    return {**kept, **needed, **dict(more)}
+    return {**inherited(own), **needed, **dict(more)}
 
 
 def clear(socket: str) -> None:
     """Remove what a killed server left: it could not listen there again."""
     Path(socket).unlink(missing_ok=True)
-
-
-def open_log(path: Path) -> IO[bytes]:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    fresh = not path.exists() or path.stat().st_size > LOG_BYTES
-    return path.open("wb" if fresh else "ab")
 
 
 def log_tail(path: Path) -> str:

@@ -4,7 +4,6 @@ It holds its rows of the model, does what it is told over the socket FD, and end
 even in the middle of a matrix product.
 """
 
-import ctypes
 import logging
 import os
 import queue
@@ -18,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from node.isolation import die_with_parent
 from node.training.worker_wire import (
     Beat,
     Command,
@@ -44,7 +44,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 BEAT_SECONDS = 1.0
-PR_SET_PDEATHSIG = 1
 
 
 class Connection:
@@ -92,8 +91,7 @@ class Connection:
 
 def main(descriptor: int) -> None:
     """Serve one node. Ends the process."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the node's, which ends its workers
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     connection = Connection(socket.socket(fileno=descriptor))

@@ -18,9 +18,10 @@ from typing import Literal
 import msgspec
 
 from node.config_train import TrainConfig
-from node.engines.vllm_server import log_tail, open_log
+from node.engines.vllm_server import log_tail
 from node.interfaces import Interrupted
 from node.training.worker_wire import Beat, Command, Done, Failed, Frames, Reply, Setup, WireError, frame
+from swarm.child import inherited, open_log
 
 log = logging.getLogger(__name__)
 
@@ -33,8 +34,6 @@ GRACE_SECONDS = 1.0
 to be gone."""
 END_SECONDS = 2.0
 """For a killed process to be gone; a node has 4 s to stop in all."""
-HIDDEN = ("SHOAL_", "HF_TOKEN")
-"""Beginnings of variables that workers have no business with: the passphrase of the identity is one."""
 COMMAND = (sys.executable, "-P", "-m", "node.training.worker")
 """-P: a `torch.py` in the directory where the node was started is not torch."""
 ROOT = Path(__file__).parents[2]
@@ -130,7 +129,6 @@ class Workers:
 
     def _launch(self, rank: int) -> _Worker:
         ours, theirs = socket.socketpair()
-        kept = {name: value for name, value in os.environ.items() if not name.startswith(HIDDEN)}
         path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
         variables = {"OMP_NUM_THREADS": str(self.plan.threads), "PYTHONPATH": path}
         if sys.platform == "linux":
@@ -142,7 +140,7 @@ class Workers:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
-                env={**kept, **variables},
+                env={**inherited(os.environ), **variables},
                 start_new_session=True,
             )
         return _Worker(rank, process, ours)

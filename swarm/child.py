@@ -1,0 +1,21 @@
+"""What the processes that a node starts have in common: what they may know of it, and a log that does not grow."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import IO
+
+HIDDEN = ("SHOAL_", "HF_TOKEN")
+"""Beginnings of variables that they have no business with: the passphrase of the identity is one."""
+LOG_BYTES = 16 << 20
+
+
+def inherited(own: Mapping[str, str]) -> dict[str, str]:
+    """The node's variables without secrets and settings."""
+    return {name: value for name, value in own.items() if not name.startswith(HIDDEN)}
+
+
+def open_log(path: Path) -> IO[bytes]:
+    """A log to append to, begun anew once it is longer than LOG_BYTES. Raises OSError."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    fresh = not path.exists() or path.stat().st_size > LOG_BYTES
+    return path.open("wb" if fresh else "ab")
