@@ -10,7 +10,6 @@ import json
 import logging
 import os
 import signal
-import sys
 import time
 from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, NoReturn
@@ -25,6 +24,7 @@ from node.holding import Holding
 from node.home import DaemonInfo, Home
 from node.interfaces import Trainer
 from node.joining import keep_port, know_manifest, listen_address
+from node.leaving import STOP_SECONDS, innermost, leave
 from node.limits import local_zone
 from node.loop import Loop
 from node.making import make_parts, start_engine
@@ -52,9 +52,6 @@ from web.server import WebServer
 
 log = logging.getLogger(__name__)
 
-STOP_SECONDS = 4.0
-"""How long a stop may take before the process exits anyway; the journal is on disk at any instant."""
-
 
 class Stopped(Exception):
     """A stop was asked for, or the step goal is reached."""
@@ -68,18 +65,6 @@ def run(
     The caller holds the home's lock. `as_json`: print how it ended.
     """
     leave(home, asyncio.run(Daemon(home, settings, clock=time.time, as_json=as_json).main(steps, stay)))
-
-
-def leave(home: Home, code: int) -> NoReturn:
-    """End the process at once: taking torch apart takes seconds, and a matrix product cannot be interrupted.
-
-    Everything is on disk: files are fsynced as they are written, and what the model thread computes is journalled.
-    """
-    home.remove_daemon()  # `shoal down` takes this for the end of the process
-    home.clear_holder()
-    logging.shutdown()
-    sys.stdout.flush()
-    os._exit(code)
 
 
 class Daemon:
@@ -202,7 +187,7 @@ class Daemon:
         except Stopped:
             raise
         except Exception as error:
-            self._say_failed(error)
+            self.progress.fail(error)
             raise
 
     async def _watch_transport(self) -> None:
@@ -264,16 +249,11 @@ class Daemon:
         error = services.exception()
         if error is None or (isinstance(error, BaseExceptionGroup) and error.subgroup(Stopped)):
             return 0
-        while isinstance(error, BaseExceptionGroup):
-            error = error.exceptions[0]
-        self._say_failed(error)
+        error = innermost(error)
+        said = self.progress.fail(error)
         log.error("the node failed", exc_info=error)
-        self.history.event("error", "failed", _in_words(error))  # `shoal status` reads it from then on
+        self.history.event("error", "failed", said)  # `shoal status` reads it from then on
         return 1
-
-    def _say_failed(self, error: BaseException) -> None:
-        what, _, fix = _in_words(error).partition(" ; ")
-        self.progress.say("FAILED", what, fix or "read the log: shoal logs")
 
     def _goodbye(self, code: int) -> None:
         """Say what is saved, and close the files."""
@@ -331,7 +311,3 @@ class Daemon:
 
     def invite_caution(self) -> str:
         return caution(reachable(self.transport.addresses()), self.config.network.announce)
-
-
-def _in_words(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"

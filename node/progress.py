@@ -49,6 +49,13 @@ class Progress:
             log.info("%s  %s", state, "; ".join(filter(None, (reason, next))))
         self.state, self.reason, self.next = state, reason, next
 
+    def fail(self, error: BaseException) -> str:
+        """Say what ended the node, with what to do as the next action; returns all of it as one text."""
+        words = f"{type(error).__name__}: {error}"
+        what, _, fix = words.partition(" ; ")
+        self.say("FAILED", what, fix or "read the log: shoal logs")
+        return words
+
     def told(self) -> tuple[State, str, str]:
         """State, reason and next action for a person: a pause covers the words of what it holds up."""
         if self.hold is None or self.state in {"IDLE", "STOPPING", "FAILED"}:

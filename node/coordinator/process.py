@@ -9,7 +9,6 @@ import json
 import logging
 import os
 import signal
-import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import NoReturn
@@ -19,6 +18,7 @@ from node.coordinator.view import CoordinatorView
 from node.history import History
 from node.home import DaemonInfo, Home
 from node.joining import keep_port, know_manifest, listen_address
+from node.leaving import STOP_SECONDS, innermost, leave
 from node.progress import Progress
 from node.scorer import Scorer, ScorerError, make_scorer
 from node.settings import Settings
@@ -42,7 +42,6 @@ from web.server import WebServer
 
 log = logging.getLogger(__name__)
 
-STOP_SECONDS = 4.0
 SAY_SECONDS = 1.0
 
 
@@ -54,15 +53,6 @@ def run(home: Home, settings: Settings, *, as_json: bool = False) -> NoReturn:
     """Coordinate until stopped; ends the process. The caller holds the home's lock."""
     process = CoordinatorProcess(home, settings, clock=time.time)
     leave(home, asyncio.run(process.main(as_json=as_json)))
-
-
-def leave(home: Home, code: int) -> NoReturn:
-    """End the process at once: all that counts is on disk."""
-    home.remove_daemon()
-    home.clear_holder()
-    logging.shutdown()
-    sys.stdout.flush()
-    os._exit(code)
 
 
 class CoordinatorProcess:
@@ -105,11 +95,11 @@ class CoordinatorProcess:
         code = 0
         if services.done():
             error = services.exception()
-            while isinstance(error, BaseExceptionGroup):
-                error = error.exceptions[0]
-            self.progress.say("FAILED", f"{type(error).__name__}: {error}", "read the log: shoal logs")
+            assert error is not None  # they end by nothing else
+            error = innermost(error)
+            said = self.progress.fail(error)
             log.error("the coordinator failed", exc_info=error)
-            self.history.event("error", "failed", self.progress.reason)
+            self.history.event("error", "failed", said)
             code = 1
         else:
             self.progress.say("STOPPING", "a stop was asked for")
