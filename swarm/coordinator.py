@@ -313,7 +313,7 @@ class Coordinator:
             raise Rejected(Reason.wrong_swarm, f"asked about swarm {request.swarm.hex()[:12]}")
         self._saw(peer)
         refused = self._refusal(peer, request)
-        if not refused and self.reports.waiting_bytes() + len(data) > MAX_WAITING:
+        if not refused and self.reports.waiting_bytes + len(data) > MAX_WAITING:
             raise Busy(BUSY_SECONDS)
         if not refused and not self.reports.add(peer, request, data):
             refused = "this round's answers were handed in before"

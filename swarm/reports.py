@@ -25,23 +25,21 @@ class Reports:
         self._db = Database(path)
         self._db.migrate("reports_version", VERSION, SCHEMA.strip())
         self._db.keep_for(swarm, "reports_swarm", ("coordinator_reports", "coordinator_heard"))
+        self.waiting_bytes = self._count_waiting()
+        """Of the answers that are not scored yet."""
 
     def close(self) -> None:
         self._db.close()
 
     def add(self, peer: str, report: ReportRequest, body: bytes) -> bool:
         """Keep a report; the first one of a peer counts. False: there was one."""
-        return bool(
-            self._db.execute(
-                "INSERT OR IGNORE INTO coordinator_reports (number, peer, body) VALUES (?,?,?)",
-                report.number,
-                peer,
-                body,
-            )
+        added = self._db.execute(
+            "INSERT OR IGNORE INTO coordinator_reports (number, peer, body) VALUES (?,?,?)", report.number, peer, body
         )
+        self.waiting_bytes += added * len(body)
+        return bool(added)
 
-    def waiting_bytes(self) -> int:
-        """Of the answers that are not scored yet."""
+    def _count_waiting(self) -> int:
         row = self._db.one("SELECT COALESCE(SUM(LENGTH(body)), 0) FROM coordinator_reports WHERE found IS NULL")
         assert row is not None  # an aggregate always has one
         return int(row[0])
@@ -55,6 +53,10 @@ class Reports:
 
     def keep_scores(self, number: int, peer: str, report: Report) -> None:
         """What was found in it; the answers are not needed any more."""
+        row = self._db.one(
+            "SELECT LENGTH(body) FROM coordinator_reports WHERE number = ? AND peer = ? AND found IS NULL", number, peer
+        )
+        self.waiting_bytes -= row[0] if row else 0
         self._db.execute(
             "UPDATE coordinator_reports SET found = ?, body = x'' WHERE number = ? AND peer = ?",
             msgspec.msgpack.encode(report),
@@ -89,3 +91,4 @@ class Reports:
         with self._db.transaction():
             for table in ("coordinator_reports", "coordinator_heard"):
                 self._db.execute(f"DELETE FROM {table} WHERE number < ?", number)
+        self.waiting_bytes = self._count_waiting()

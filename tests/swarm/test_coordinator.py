@@ -19,10 +19,10 @@ from protocol.messages import (
     rounds_topic,
 )
 from protocol.rounds import Pace, Round, State, commitment_of, first, seal_round
-from swarm.coordinator import ScoringUnavailable
+from swarm.coordinator import MAX_WAITING, ScoringUnavailable
 from swarm.membership import Membership, NoSuchMember, NotAdmitted
 from swarm.memory import MemoryHub
-from swarm.transport import RequestFailed
+from swarm.transport import Busy, RequestFailed
 from tests.swarm.coordinated import PACE, Bare, Clock, Leader, Peer, manifest_of, score
 from tests.swarm.world import until, who
 
@@ -441,6 +441,10 @@ async def test_a_report_that_does_not_fit_is_refused_and_long_answers_score_noth
         await report("x" * (1 << 20))
     # together at most 2 x 512 + 2 x 65,536: what is scored at all
     assert "longer than" in (await report(*("x" * 40_000,) * 4)).detail
+    lead.reports.waiting_bytes += MAX_WAITING  # as if all others had just handed in
+    with pytest.raises(Busy):
+        await report("0 1", "0 1", "0 1", "0 1")
+    lead.reports.waiting_bytes -= MAX_WAITING
     record = anna.following.round
     assert record is not None
     assert (await report("long " * 200, "0 1", "0 1", "0 1")).taken  # 1,000 bytes where 4 tokens are allowed

@@ -6,7 +6,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from protocol.board import Member, MemberList, list_bytes
+from protocol.board import Member, MemberList, Report, list_bytes
 from protocol.manifest import Coordination, embedded_manifest
 from protocol.messages import ReportRequest, Trained
 from protocol.rounds import Facts, Pace, Round, first, open_round, seal_round
@@ -154,8 +154,14 @@ def test_a_standby_adopts_the_list_and_keeps_what_it_knew(tmp_path: Path) -> Non
 def test_reports_are_kept_until_their_round_is_long_over(tmp_path: Path) -> None:
     reports = Reports(tmp_path / "node.db", MANIFEST.digest)
     report = ReportRequest(MANIFEST.digest, 1, ("4", None), (Trained(LEAD.peer_id, 2),))
-    assert reports.add("anna", report, msgspec.msgpack.encode(report))
+    body = msgspec.msgpack.encode(report)
+    assert reports.add("anna", report, body)
     assert not reports.add("anna", report, b"another")
+    assert reports.add("bert", report, body)
+    reports.keep_scores(1, "bert", Report((1.0, None), ()))
+    reports.keep_scores(1, "bert", Report((1.0, None), ()))
+    assert reports.waiting_bytes == len(body), "what is scored waits no more"
+    assert Reports(tmp_path / "node.db", MANIFEST.digest).waiting_bytes == len(body), "after a restart, too"
     assert reports.next_unscored(1) == ("anna", report)
     assert reports.next_unscored(2) is None
     reports.hear(1, {"anna": 2})
@@ -163,5 +169,6 @@ def test_reports_are_kept_until_their_round_is_long_over(tmp_path: Path) -> None
     reports.hear(2, {"anna": 1})
     assert (reports.heard(1, 1), reports.heard(1, 2)) == ({"anna": 5}, {"anna": 6})
     reports.forget_before(2)
+    assert reports.waiting_bytes == 0
     assert reports.reporters(1) == set()
     assert reports.heard(1, 2) == {"anna": 1}
