@@ -14,6 +14,7 @@ from node.cli.session import Command, Session, with_session
 
 if TYPE_CHECKING:
     from node.home import Home
+    from protocol.invite import Invite
 
 log = logging.getLogger(__name__)
 
@@ -56,8 +57,8 @@ def up(session: Session, invite: str | None, open_browser: bool, steps: int | No
         session.overrides["swarm.join"] = invite
     home = session.home()
     settings = load(home, session.overrides)
-    if settings.config.swarm.join:
-        Invite.parse(settings.config.swarm.join)  # before anything is made for it
+    link = settings.config.swarm.join
+    invitation = Invite.parse(link) if link else None  # before anything is made for it
     fresh = False
     try:
         home.require()
@@ -69,7 +70,7 @@ def up(session: Session, invite: str | None, open_browser: bool, steps: int | No
     if fresh:
         log.info("New node %s in %s", home.identity().peer_id, home.path)
     home = session.unlocked()
-    enter_swarm(home, settings.config.swarm.join)
+    enter_swarm(home, invitation)
     if open_browser:
         threading.Thread(target=open_when_up, args=(home,), daemon=True).start()
     log.info("starting the node of %s", home.path)
@@ -91,16 +92,14 @@ def leave_at_once(number: int, frame: object) -> NoReturn:
     os._exit(INTERRUPTED)
 
 
-def enter_swarm(home: "Home", link: str) -> None:
+def enter_swarm(home: "Home", invitation: "Invite | None") -> None:
     """Join the swarm of the invite, if one is given; else see that the home is in one, if need be of its own."""
     from node.home import NoSwarm
-    from protocol.invite import Invite
     from protocol.manifest import embedded_manifest
 
-    if link:
-        invite = Invite.parse(link)
+    if invitation is not None:
         with home.lock():
-            home.join(invite)
+            home.join(invitation)
         return
     try:
         home.swarm()

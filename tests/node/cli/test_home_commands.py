@@ -157,19 +157,19 @@ def test_join_while_the_daemon_runs_is_refused(run: Run, home: Home) -> None:
 def test_up_enters_a_swarm(home: Home) -> None:
     address = f"/ip4/192.0.2.1/tcp/1/p2p/{Identity.generate().peer_id}"
     link = Invite(embedded_manifest("theirs", 1.0).digest, (address,), None, "theirs").to_uri()
-    enter_swarm(home, link)
-    enter_swarm(home, link)  # SHOAL_JOIN stays set over restarts
-    enter_swarm(home, "")
+    enter_swarm(home, Invite.parse(link))
+    enter_swarm(home, Invite.parse(link))  # SHOAL_JOIN stays set over restarts
+    enter_swarm(home, None)
     assert home.swarm().name == "theirs"
     with pytest.raises(HomeError, match="leave"):
-        enter_swarm(home, Invite(b"x" * 32, (address,), None, "third").to_uri())
+        enter_swarm(home, Invite(b"x" * 32, (address,), None, "third"))
 
 
 def test_up_without_a_swarm_founds_one(home: Home) -> None:
-    enter_swarm(home, "")
+    enter_swarm(home, None)
     first = home.swarm()
     assert home.manifest() is not None
-    enter_swarm(home, "")
+    enter_swarm(home, None)
     assert home.swarm() == first
 
 
