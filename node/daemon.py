@@ -204,6 +204,8 @@ class Daemon:
         if self.home.is_listed():
             services.create_task(self._told(self._list(manifest)), name="directory")
         self.rounds = make_rounds(manifest, self.home, self.transport, self.clock, self.history, self.config)
+        if self.rounds is not None:  # before what takes minutes: members part from whoever is not on the list
+            services.create_task(self._told(self.rounds.run()), name="rounds")
         self.progress.say("STARTING", "starting the scorer and loading the model")
         self.scorer = make_scorer(manifest.environments, self.config.limits)
         async with self.progress.during("load"):
@@ -214,8 +216,6 @@ class Daemon:
         self.holding.steer(self.loop)
         self.exchange = parts.exchange
         services.create_task(self._told(parts.exchange.run()), name="exchange")
-        if self.rounds is not None:
-            services.create_task(self._told(self.rounds.run()), name="rounds")
         if parts.averaging is not None:
             self.history.event("warning", "averaging", CAUTION)
             services.create_task(self._told(parts.averaging.averager.run()), name="averaging")

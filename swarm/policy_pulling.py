@@ -61,6 +61,8 @@ class Pulled:
     seconds: float
     bytes_in: int
     """That had to be pulled for it."""
+    signed: int
+    """When the leader signed for it, unix seconds of its clock."""
 
     @property
     def version(self) -> int:
@@ -177,7 +179,8 @@ class PolicyPuller:
         self.up_to_date = not records
         if records:
             await self._pieces(records)
-            await self._arrived(Pulled(tuple(records), self._clock() - started, self.bytes_in - before))
+            taken, seconds = self.bytes_in - before, self._clock() - started
+            await self._arrived(Pulled(tuple(records), seconds, taken, known.issued))
         self.problem = ""
 
     async def _newest(self) -> KnownHead | None:

@@ -80,6 +80,8 @@ class Following:
         self._rounds = 0
         self.puller = make_puller(self.arrived)
         self.last: Pulled | None = None
+        self._taken_up: dict[str, Any] | None = None
+        """What the present version cost, until a round's record has it."""
 
     @property
     def staged(self) -> Version | None:
@@ -183,6 +185,7 @@ class Following:
             seconds=p.clock() - started,
         )
         log.info("round %d: %d groups with version %d", number, len(sampled), p.trainer.step)
+        summary["taken_up"], self._taken_up = self._taken_up, None
         try:
             p.history.record_step(number, {**summary, "stages": dict(p.progress.stages)})
         except StoreError as error:
@@ -204,6 +207,13 @@ class Following:
         if self._present is not None:
             log.info("version %d of the policy is taken up", staged.number)
         self._present, self._loading = staged, None
+        if self.last is not None and self.last.version == staged.number:
+            self._taken_up = {
+                "version": staged.number,
+                "bytes": self.last.bytes_in,
+                "pull_seconds": self.last.seconds,
+                "after_seconds": p.clock() - self.last.signed,
+            }
         self._tidy()
 
     @property
