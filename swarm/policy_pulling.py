@@ -68,6 +68,9 @@ class Pulled:
 
 
 Arrived = Callable[[Pulled], Awaitable[None]]
+MayTake = Callable[[Sequence[PolicyRecord], int | None], Awaitable[None]]
+"""Awaited with what is to be pulled and its bytes that are not here yet, and again, with None, before each piece and
+before `arrived`: returns once this may go on, however long that is. Raises NoWay where there is no room."""
 
 
 class PolicyPuller:
@@ -91,12 +94,13 @@ class PolicyPuller:
         request_timeout: float,
         poll_seconds: float,
         arrived: Arrived,
+        may_take: MayTake,
     ) -> None:
         """`leader`: its peer id; `model`: mark of the own base model; `max_bytes`: of all that one version takes."""
         self._transport, self._store, self._accounts, self._clock = transport, store, accounts, clock
         self.leader, self._swarm, self._model, self._dtype = leader, swarm, model, dtype
         self._max_bytes, self._timeout, self._poll = max_bytes, request_timeout, poll_seconds
-        self._arrived = arrived
+        self._arrived, self._may_take = arrived, may_take
         self._fetcher = Fetcher(
             transport,
             clock,
@@ -177,6 +181,7 @@ class PolicyPuller:
         self.up_to_date = not records
         if records:
             await self._pieces(records)
+            await self._may_take(records, None)
             await self._arrived(Pulled(tuple(records), self._clock() - started, self.bytes_in - before))
         self.problem = ""
 
@@ -256,10 +261,13 @@ class PolicyPuller:
     async def _pieces(self, records: Sequence[PolicyRecord]) -> None:
         """Have every piece of these records. Raises NoWay when one cannot be had."""
         sizes = {digest: record.piece_size(number) for record in records for number, digest in enumerate(record.pieces)}
-        missing = iter([(digest, size) for digest, size in sizes.items() if not self._store.has(digest)])
+        wanted = [(digest, size) for digest, size in sizes.items() if not self._store.has(digest)]
+        await self._may_take(records, sum(size for _, size in wanted))
+        missing = iter(wanted)
 
         async def pull_some() -> None:
             for digest, size in missing:
+                await self._may_take(records, None)
                 await self._pull(digest, size)
                 if self._clock() - self._provided_at > PROVIDE_SECONDS:
                     await self._provide()
