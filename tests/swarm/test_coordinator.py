@@ -22,6 +22,7 @@ from protocol.rounds import Pace, Round, State, commitment_of, first, seal_round
 from swarm.coordinator import MAX_WAITING, ScoringUnavailable
 from swarm.membership import Membership, NoSuchMember, NotAdmitted
 from swarm.memory import MemoryHub
+from swarm.rounds import Following
 from swarm.transport import Busy, RequestFailed
 from tests.swarm.coordinated import PACE, Bare, Clock, Leader, Peer, manifest_of, score
 from tests.swarm.world import until, who
@@ -341,6 +342,43 @@ async def test_a_coordinator_that_signs_two_records_for_one_place_is_named_by_al
 
 def forged(record: Round, **changes) -> bytes:
     return seal_round(who("lead"), msgspec.structs.replace(record, **changes), record.opened)
+
+
+async def test_of_a_false_coordinator_only_the_proof_is_relayed_and_a_third_node_learns_by_it(hall: Hall) -> None:
+    lead = await hall.leader()
+    anna, bert = members = await hall.swarm(lead, "anna", "bert")
+    await until(lambda: is_at(members, 1, State.open))
+    head = anna.following.head
+    assert head is not None
+    await hall.kill(lead)
+    # it may sign any number of revisions, each after the one before
+    signed, previous = list[bytes](), head.digest
+    for more in (1, 2, 3):
+        revision = head.record.revision + more
+        signed.append(forged(head.record, revision=revision, previous=previous, members=bytes([more]) * 32))
+        previous = hashlib.sha256(signed[-1]).digest()
+    first_of_two, *others = signed
+    second_of_two = forged(head.record, revision=head.record.revision + 1, previous=head.digest, members=b"m" * 32)
+    assert anna.following.check("x", first_of_two)
+    assert anna.following.hear(first_of_two, "x")
+    assert anna.following.check("x", second_of_two)  # it is relayed before it is known what it proves
+    anna.following.hear(second_of_two, "x")
+    assert set(anna.following.faults) == {lead.id}
+    broken = forged(
+        head.record, state=State.closing, previous=head.digest, seed=b"x" * 32, answers_by=9, members=b"b" * 32
+    )
+    proof, rest = [first_of_two, second_of_two], [*others, broken]
+    for following in (anna.following, Following(anna.transport, anna.log, hall.manifest, hall.clock)):  # a restart
+        assert [following.check("x", sealed) for sealed in proof] == [True, True]
+        assert [following.check("x", sealed) for sealed in rest] == [False, False, False]
+    assert all(bert.following.check("x", sealed) for sealed in rest)  # it knows of no fault
+
+    request = msgspec.msgpack.encode(RoundsRequest(hall.manifest.digest))
+    answer = msgspec.msgpack.decode(await anna.following._answer_rounds(bert.id, request), type=RoundsResponse)
+    assert (answer.records, list(answer.proofs)) == ((), proof)
+    for sealed in proof:
+        bert.following.hear(sealed, anna.id)
+    assert bert.following.faults[lead.id].reason == "equivocation"
 
 
 async def test_what_breaks_a_promise_is_named(hall: Hall) -> None:
