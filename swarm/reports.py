@@ -87,8 +87,9 @@ class Reports:
         )
         return {row[0]: int(row[1]) for row in rows}
 
-    def forget_before(self, number: int) -> None:
+    def forget_before(self, number: int, *, heard: int) -> None:
+        """Reports of rounds before `number`, and what was heard in rounds before `heard`."""
         with self._db.transaction():
-            for table in ("coordinator_reports", "coordinator_heard"):
-                self._db.execute(f"DELETE FROM {table} WHERE number < ?", number)
+            self._db.execute("DELETE FROM coordinator_reports WHERE number < ?", number)
+            self._db.execute("DELETE FROM coordinator_heard WHERE number < ?", heard)
         self.waiting_bytes = self._count_waiting()

@@ -10,8 +10,11 @@ import msgspec
 import pytest
 
 from protocol.messages import (
+    ENTER_PROTOCOL,
     REPORT_PROTOCOL,
     ROUNDS_PROTOCOL,
+    EnterRequest,
+    EnterResponse,
     ReportRequest,
     ReportResponse,
     RoundsRequest,
@@ -19,8 +22,8 @@ from protocol.messages import (
     rounds_topic,
 )
 from protocol.rounds import Pace, Round, State, commitment_of, first, seal_round
-from swarm.coordinator import MAX_WAITING, ScoringUnavailable
-from swarm.membership import Membership, NoSuchMember, NotAdmitted
+from swarm.coordinator import IDLE_ROUNDS, MAX_WAITING, ScoringUnavailable
+from swarm.membership import Membership, NoSuchMember, NotAdmitted, network_of
 from swarm.memory import MemoryHub
 from swarm.rounds import Following
 from swarm.transport import Busy, RequestFailed
@@ -224,6 +227,84 @@ async def test_an_open_swarm_takes_whoever_asks(hall: Hall) -> None:
     lead.membership.kick(anna.id, "")
     await until(lambda: lead.transport.refuses(anna.id))
     assert lead.coordinator.access.refused(anna.id)
+
+
+async def test_one_network_brings_so_many_an_hour_and_others_go_on(hall: Hall) -> None:
+    hall.manifest = manifest_of("lead", listed_only=False)
+    lead = await hall.leader(from_network=3)
+    request = EnterRequest(hall.manifest.digest, b"")
+
+    async def enter(name: str, host: str, token: bytes = b"") -> EnterResponse:
+        peer = hall.hub.transport(who(name), host=host)
+        await peer.start()
+        await peer.connect(lead.transport.addresses()[0], timeout=1)
+        raw = msgspec.msgpack.encode(msgspec.structs.replace(request, token=token))
+        answer = await peer.request(lead.id, ENTER_PROTOCOL, raw, max_bytes=1024, timeout=1)
+        await peer.stop()
+        return msgspec.msgpack.decode(answer, type=EnterResponse)
+
+    flood = [await enter(f"sybil {n}", f"192.0.2.{n}") for n in range(1, 30)]
+    assert [answer.role for answer in flood[:3]] == ["member"] * 3
+    assert {answer.detail for answer in flood[3:]} == {
+        "many peers of 192.0.2.0/24 came in lately; ask later, or with an invite"
+    }
+    assert (await enter("sybil 1", "192.0.2.77")).role == "member"  # it is one already
+    assert (await enter("anna", "192.0.3.1")).role == "member"
+    token = lead.membership.invite(uses=1, expires=hall.clock() + 60, role="member")
+    assert (await enter("invited", "192.0.2.99", token)).role == "member"
+    assert (await enter("sybil 40", "192.0.2.40", b"x" * 16)).role == ""
+    hall.clock.ahead += 1300  # a third of an hour, and a little
+    assert [(await enter(f"late {n}", "192.0.2.7")).role for n in range(2)] == ["member", ""]
+    assert lead.coordinator._newcomers is not None
+    assert len(lead.coordinator._newcomers) == 2
+
+
+@pytest.mark.parametrize(
+    ("host", "network"),
+    [
+        ("203.0.113.9", "203.0.113.0/24"),
+        ("::ffff:203.0.113.9", "203.0.113.0/24"),
+        ("2001:db8:5:6::1", "2001:db8:5::/48"),
+        ("fe80::1%eth0", "fe80::/48"),
+    ],
+)
+def test_the_network_of_an_address(host: str, network: str) -> None:
+    assert network_of(host) == network
+
+
+async def test_who_supplied_nothing_for_long_makes_room_in_a_full_swarm(hall: Hall) -> None:
+    hall.manifest = manifest_of("lead", listed_only=False)
+    lead = await hall.leader()
+    membership, reports = lead.membership, lead.reports
+    membership._most = 4
+    token = membership.invite(uses=1, expires=hall.clock() + 60, role="member")
+    for name, key in (("invited", token), ("idle", b""), ("busy", b""), ("idle too", b"")):
+        assert membership.enter(who(name).peer_id, key) == "member"
+        hall.clock.ahead += 1
+    await hall.member("idle", lead)  # it is there, at least
+    with pytest.raises(NotAdmitted, match="full: 4 members"):  # all came lately
+        membership.enter(who("anna").peer_id, b"", lead.coordinator._idle)
+    hall.clock.ahead += IDLE_ROUNDS * (PACE.round_seconds + PACE.answer_seconds)
+    await until(lambda: lead.following.round is not None)
+    reports.hear(1, {who("busy").peer_id: 1})
+    await until(lambda: who("idle").peer_id in lead.coordinator.present())
+    assert membership.enter(who("anna").peer_id, b"", lead.coordinator._idle) == "member"
+    assert membership.role_of(who("idle too").peer_id) is None
+    assert membership.enter(who("bert").peer_id, b"", lead.coordinator._idle) == "member"
+    with pytest.raises(NotAdmitted, match="full: 4 members"):
+        membership.enter(who("carl").peer_id, b"", lead.coordinator._idle)
+    names = {who(name).peer_id for name in ("invited", "busy", "anna", "bert")}
+    assert {one.peer for one in membership.members()} == names
+    assert not membership.kicked()  # whoever made room may ask again
+
+
+def test_nobody_makes_room_where_all_came_by_invite(tmp_path: Path) -> None:
+    membership = Membership(tmp_path / "lead.db", b"s" * 32, time.time, listed_only=True, most=1)
+    token = membership.invite(uses=2, expires=time.time() + 60, role="member")
+    membership.enter(who("anna").peer_id, token)
+    with pytest.raises(NotAdmitted, match="full"):
+        membership.enter(who("bert").peer_id, token, lambda: [who("anna").peer_id])
+    assert membership.enter(who("anna").peer_id, b"") == "member"
 
 
 async def test_a_quorum_that_published_enough_closes_early(hall: Hall) -> None:

@@ -168,7 +168,7 @@ def test_reports_are_kept_until_their_round_is_long_over(tmp_path: Path) -> None
     reports.hear(1, {"anna": 3})
     reports.hear(2, {"anna": 1})
     assert (reports.heard(1, 1), reports.heard(1, 2)) == ({"anna": 5}, {"anna": 6})
-    reports.forget_before(2)
+    reports.forget_before(2, heard=2)
     assert reports.waiting_bytes == 0
     assert reports.reporters(1) == set()
     assert reports.heard(1, 2) == {"anna": 1}
