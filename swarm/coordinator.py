@@ -102,7 +102,7 @@ class Coordinator:
         self._transport, self._identity, self.manifest = transport, identity, manifest
         self.following, self.membership, self.reports = following, membership, reports
         self._clock, self.pace, self._patience = clock, pace, patience
-        self._evaluation = Evaluation(manifest, following, membership, reports, score, clock)
+        self._evaluation = Evaluation(manifest, following, membership, reports, score, clock, on_event)
         self._measured, self._settle, self._on_event = measured, settle, on_event
         self._started = clock()
         self._seen: dict[str, float] = {}
@@ -277,7 +277,7 @@ class Coordinator:
         return measured_mix(self.manifest, pass_rates(board, [spec.name for spec in self.manifest.environments]))
 
     async def _evaluate(self) -> None:
-        """Score what is handed in, one report at a time."""
+        """Score what is handed in, some answers at a time."""
         while True:
             record, busy = self.following.round, False
             try:
@@ -285,8 +285,8 @@ class Coordinator:
                     busy = await self._evaluation.score_next(record)
             except (ScoringUnavailable, StoreError) as error:
                 self._on_event("evaluate", f"answers wait to be scored: {error}")
-            if not busy:
-                await asyncio.sleep(TICK_SECONDS)
+            # answers that are all too long are done without a wait, and must not keep the loop
+            await asyncio.sleep(0.0 if busy else TICK_SECONDS)
 
     def _count_heard(self) -> None:
         record = self.following.round
