@@ -138,6 +138,14 @@ class Coordinator:
         wanted = {one.peer for one in self.membership.members() if one.role == "member"}
         return {peer for peer in wanted if now - self._seen.get(peer, -math.inf) <= PRESENT_SECONDS}
 
+    def heard(self) -> dict[str, float]:
+        """When each other coordinator was last heard of: it answered, signed, or asked for the log."""
+        heard = self.following.heard()
+        for one in self.manifest.coordinators:
+            if one in self._seen:
+                heard[one] = max(heard.get(one, -math.inf), self._seen[one])
+        return heard
+
     # -- the service -----------------------------------------------------------------------------------------
 
     def serve_on(self, transport: Transport) -> None:

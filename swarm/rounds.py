@@ -108,6 +108,11 @@ class Following:
         """When it last answered or signed something new; None: not since the start."""
         return self._heard.get(coordinator)
 
+    def heard(self) -> dict[str, float]:
+        """The same of all other coordinators that have."""
+        others = (one for one in self.manifest.coordinators if one != self._transport.peer_id)
+        return {one: self._heard[one] for one in others if one in self._heard}
+
     # -- hearing ---------------------------------------------------------------------------------------------
 
     def check(self, forwarder: str, data: bytes) -> bool:

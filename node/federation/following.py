@@ -102,6 +102,18 @@ class Following:
         """The newest version on disk."""
         return self._staged
 
+    def facts(self) -> dict[str, Any]:
+        """JSON values: what is known of the leader's policy."""
+        puller = self.puller
+        known = puller.known
+        return {
+            "leader": puller.leader,
+            "newest": known.head.version if known else None,
+            "issued": known.issued if known else None,
+            "answered": puller.answered_at,
+            "problem": puller.problem,
+        }
+
     # -- beside the loop -------------------------------------------------------------------------------------
 
     async def run(self, unpaused: asyncio.Event, no_room: NoRoom) -> None:

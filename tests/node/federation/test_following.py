@@ -160,6 +160,9 @@ async def test_a_follower_has_every_version_bit_for_bit(place: Place, make_lead:
         await follower.at(version)
         assert follower.engine.version == version
         assert follower.same(lead)
+    facts = follower.following.facts()
+    assert (facts["leader"], facts["newest"], facts["problem"]) == (LEADER.peer_id, 3, "")
+    assert time.time() - 60 < facts["issued"] <= facts["answered"] + 1
     # it began with the same base model, so a whole was never pulled
     whole = (lead.store.directory / "weights-3.safetensors").stat().st_size
     assert follower.following.last is not None
