@@ -204,6 +204,11 @@ class CoordinatorConfig(Section):
     mix: Literal["measured", "manifest"] = Field(
         "measured", description="weights of environments: by measured pass rate, or the manifest's"
     )
+    from_network: int = Field(
+        16,
+        ge=0,
+        description="new members an hour from one network (/24, /48 of IPv6) into an open swarm; 0: any number",
+    )
     patience: float = Field(30.0, gt=0, description="seconds of a leader's silence until a standby takes over")
 
 

@@ -223,7 +223,7 @@ class Daemon:
         if leading is not None:
             services.create_task(self._told(leading.publisher.run()), name="policy")
         if following is not None:
-            services.create_task(self._told(following.run()), name="policy")
+            services.create_task(self._told(following.run(self.loop.unpaused, self.holding.no_room)), name="policy")
         for engine in engines:
             await start_engine(self, engine, parts)
         await self.loop.run(steps)

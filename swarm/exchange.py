@@ -83,7 +83,7 @@ class Exchange:
         self.reputation = Reputation(store, clock)
         self._following, self._access = following, access
         self._rounds_topic = rounds_topic(manifest.digest)
-        self.accounts = Accounts(transport, self.reputation, clock, on_event)
+        self.accounts = Accounts(transport, self.reputation, clock, on_event, access.bans if access else None)
         self._gate = AnnouncementGate(manifest, clock, banned=self._barred)
         admission = Admission(store, manifest, rescore, clock, environments=self._environments, banned=self._barred)
         self._puller = Puller(

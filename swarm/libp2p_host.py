@@ -169,7 +169,7 @@ class Libp2pHost:
             return
         if not self._network.get_connections(peer_id):
             return
-        self.connected[peer] = Connection(self._direction(peer_id), took)
+        self.connected[peer] = Connection(self._direction(peer_id), took, self._remote(peer_id))
         self._calls.emit(PeerConnected(peer))
         with trio.move_on_after(10):
             while peer in self.connected and not self._stored_addresses(peer_id):  # noqa: ASYNC110 - identify has no event
@@ -184,6 +184,11 @@ class Libp2pHost:
             if connection.direction in (Direction.INBOUND, Direction.OUTBOUND):
                 return "inbound" if connection.direction == Direction.INBOUND else "outbound"
         return None
+
+    def _remote(self, peer_id: ID) -> str:
+        """IP address at the other end of a connection to a peer; empty: there is none any more."""
+        ends = (connection.muxed_conn.get_remote_address() for connection in self._network.get_connections(peer_id))
+        return next((end[0] for end in ends if end), "")
 
     def _stored_addresses(self, peer_id: ID) -> tuple[Multiaddr, ...]:
         try:
@@ -269,7 +274,8 @@ class Libp2pHost:
             if took is None:
                 await self.disconnect(peer)
             else:
-                self.connected[peer] = Connection(self._direction(ID.from_base58(peer)), took)
+                peer_id = ID.from_base58(peer)
+                self.connected[peer] = Connection(self._direction(peer_id), took, self._remote(peer_id))
 
         while True:
             await trio.sleep(PING_INTERVAL)

@@ -77,6 +77,8 @@ class Following:
         self._heard: dict[str, float] = {}
         """When each coordinator last said something itself."""
         self.faults: dict[str, Fault] = {fault.coordinator: fault for fault in log.faults()}
+        self._proofs = {name: (fault.first, fault.second) for name, fault in self.faults.items()}
+        """Sealed records, by who signed them. Replaced as a whole: it is read from another thread."""
         self.head: Kept | None = log.last()
         self.members: MemberList | None = None
         """The newest one known."""
@@ -106,17 +108,27 @@ class Following:
         """When it last answered or signed something new; None: not since the start."""
         return self._heard.get(coordinator)
 
+    def heard(self) -> dict[str, float]:
+        """The same of all other coordinators that have."""
+        others = (one for one in self.manifest.coordinators if one != self._transport.peer_id)
+        return {one: self._heard[one] for one in others if one in self._heard}
+
     # -- hearing ---------------------------------------------------------------------------------------------
 
     def check(self, forwarder: str, data: bytes) -> bool:
-        """For gossip, in the transport's thread: whether to deliver and relay. A proof of a fault is relayed too."""
+        """For gossip, in the transport's thread: whether to deliver and relay.
+
+        Of a coordinator at fault only the proof is: who has not heard of the fault needs those records and no others.
+        """
         if not self._gossip.take(forwarder):
             return False
         try:
-            open_round(data, self.manifest, self._clock())
+            signer = open_round(data, self.manifest, self._clock())[0].producer
         except Rejected as rejected:
-            return rejected.reason is Reason.broken_commitment
-        return True
+            if rejected.reason is not Reason.broken_commitment:
+                return False
+            signer = self._signer(data)
+        return signer not in self._proofs or data in self._proofs[signer]
 
     def hear(self, sealed: bytes, peer: str) -> bool:
         """Take note of a record. True when it was valid and new. Raises StoreError."""
@@ -124,8 +136,7 @@ class Following:
             opened, record = open_round(sealed, self.manifest, self._clock())
         except Rejected as rejected:
             if rejected.reason is Reason.broken_commitment:  # it proves itself
-                signer = unseal(sealed, Domain.round, max_bytes=MAX_ANNOUNCEMENT_BYTES, now=self._clock()).producer
-                self._fault(Fault(signer, str(rejected.reason), rejected.detail, sealed, b""))
+                self._fault(Fault(self._signer(sealed), str(rejected.reason), rejected.detail, sealed, b""))
             return False
         coordinator = opened.producer
         if coordinator in self.faults or self.log.find(opened.digest) is not None:
@@ -152,6 +163,10 @@ class Following:
                 self._soon(peer)
         return True
 
+    def _signer(self, sealed: bytes) -> str:
+        """Of a record that opens."""
+        return unseal(sealed, Domain.round, max_bytes=MAX_ANNOUNCEMENT_BYTES, now=self._clock()).producer
+
     def _breaks(self, before: Kept, after: Kept) -> bool:
         """Whether `after` names `before` and may not follow it: its coordinator is at fault."""
         try:
@@ -172,6 +187,7 @@ class Following:
             return
         self.log.add_fault(fault)
         self.faults[fault.coordinator] = fault
+        self._proofs = {**self._proofs, fault.coordinator: (fault.first, fault.second)}
         self._on_event(
             "coordinator_fault",
             f"coordinator {fault.coordinator}: {fault.reason}: {fault.detail}; it is not followed any more",

@@ -66,6 +66,8 @@ class Connection:
     """Who dialled: the peer, or this node; None where the library cannot tell."""
     latency: float | None = None
     """Seconds of the last ping's round trip; None where none was made."""
+    host: str = ""
+    """IP address of the other end; empty where it is not known."""
 
 
 Event = PeerConnected | PeerDisconnected | Message

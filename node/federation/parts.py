@@ -63,7 +63,11 @@ def make_following(parts: Parts, home: Home) -> Following | None:
         poll_seconds=settings.poll_seconds,
     )
     following = Following(
-        store, p.trainer, settings.dtype, home.path / "following.json", lambda arrived: make_puller(arrived=arrived)
+        store,
+        p.trainer,
+        settings.dtype,
+        home.path / "following.json",
+        lambda arrived, may_take: make_puller(arrived=arrived, may_take=may_take),
     )
     _serve(store, settings.follow, p)
     return following
