@@ -131,6 +131,12 @@ class FederationConfig(Section):
     spot_check: float = Field(
         0.1, ge=0, le=1, description="share of followers' groups whose log-probs are computed again before use"
     )
+    teach: bool = Field(
+        False, description="tell members what this node's policy thinks of their tokens (train.distill_teacher)"
+    )
+    teach_tokens: int = Field(
+        200_000, ge=1000, le=10**9, description="tokens a minute that one peer may ask the teacher about"
+    )
 
     @model_validator(mode="after")
     def one_side(self) -> "FederationConfig":

@@ -18,7 +18,7 @@ from node.addresses import caution, reachable
 from node.averaging import CAUTION
 from node.changing import Change, change
 from node.device import Device
-from node.federation.parts import make_following, make_leading
+from node.federation.parts import make_following, make_leading, make_teaching, peer_teacher
 from node.history import History
 from node.holding import Holding
 from node.home import DaemonInfo, Home
@@ -211,6 +211,8 @@ class Daemon:
         async with self.progress.during("load"):
             engines, parts = await make_parts(self, manifest, self.scorer)
         leading, following = make_leading(parts, self.identity, self.home), make_following(parts, self.home)
+        teaching = make_teaching(parts)
+        parts.teacher = parts.teacher or peer_teacher(parts)
         self.loop = Loop(parts, leading, following)
         self.loop.change(self.config)  # it may have changed since the parts were made
         self.holding.steer(self.loop)
@@ -224,6 +226,8 @@ class Daemon:
             services.create_task(self._told(leading.publisher.run()), name="policy")
         if following is not None:
             services.create_task(self._told(following.run(self.loop.unpaused, self.holding.no_room)), name="policy")
+        if teaching is not None:
+            services.create_task(self._told(teaching.run()), name="teaching")
         for engine in engines:
             await start_engine(self, engine, parts)
         await self.loop.run(steps)

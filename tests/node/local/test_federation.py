@@ -16,7 +16,7 @@ DEADLINE = 400.0
 QUICK = (
     "rollout.group_size=8", "train.learning_rate=1e-4", "swarm.own_groups=8", "swarm.foreign_groups=4",
     "train.dynamic_rounds=0", "swarm.max_group_uses=4", "eval.every=0", "eval.tasks=2", "network.heal_seconds=1",
-    "federation.poll_seconds=0.3", "federation.staleness=8", "federation.spot_check=1",
+    "federation.poll_seconds=0.3", "federation.staleness=16", "federation.spot_check=1",
     "coordinator.groups=4", "coordinator.round_seconds=20", "coordinator.tasks=2",
 )  # fmt: skip
 
@@ -34,7 +34,7 @@ def test_weights_flow_out_groups_flow_in_and_the_board_fills(
         make_manifest("local", time.time() - 60, (evenness,), epoch_seconds=86400, coordination=named), b"k" * 32
     )
     command = [sys.executable, "-m", "node", "--home", str(tmp_path), "local", "--coordinator", "--large", "1"]
-    command += ["--nodes", "3", "--other-model", str(other), "--steps", "25", "--json"]
+    command += ["--nodes", "3", "--other-model", str(other), "--steps", "40", "--json"]
     command += [word for setting in (f"model.path={model}", *QUICK) for word in ("--set", setting)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE, check=False)
     assert done.returncode == 0, done.stderr
@@ -43,15 +43,15 @@ def test_weights_flow_out_groups_flow_in_and_the_board_fills(
     assert [node["role"] for node in report["nodes"]] == ["large", "follower", "follower", "node"]
     assert all(node["restarts"] == 0 for node in report["nodes"])
 
-    assert (large["steps"], different["steps"]) == (25, 25)
+    assert (large["steps"], different["steps"]) == (40, 40)
     assert large["model"] == followers[0]["model"] != different["model"]
     policy = large["policy"]
     assert policy["versions"] >= 5
     assert policy["change_bytes"]["median"] < policy["whole_bytes"]["median"]
     assert policy["groups_trained"] == sum(policy["groups_by_versions_behind"].values()) > 0
-    assert max(map(int, policy["groups_by_versions_behind"])) <= 8
+    assert max(map(int, policy["groups_by_versions_behind"])) <= 16
     for follower in followers:
-        assert follower["policy"]["versions"] >= 2
+        assert follower["policy"]["versions"] >= 1
         assert 0 <= follower["policy"]["after_seconds"]["least"] < 60
         assert follower["groups"]["published"] > 0
     assert different["groups"]["trained_foreign"] > 0
