@@ -50,7 +50,7 @@ $(VENV)/.containers-installed: $(STAMP)
 	touch $@
 
 $(VENV)/.trl-installed: $(STAMP)
-	$(BIN)/python -m pip install -q -c constraints.txt -e ".[trl,lora,averaging]"
+	$(BIN)/python -m pip install -q -c constraints.txt -e ".[trl,lora,averaging,megatron]"
 	touch $@
 
 $(STAMP): pyproject.toml constraints.txt .ci/install
