@@ -48,7 +48,9 @@ def divided(tmp_path: Path) -> Iterator[Make]:
             plan = WorkerPlan(shards, "cpu", dtype, str(model), place, 1, 0.0, place / "dumps", place / "trainer.log")
             config = TrainConfig(**{**SETTINGS, "backend": "megatron", "shards": shards, **settings})
             handover = place / f"handover-{len(made)}"
-            trainer = ShardedTrainer(bundle, config, Workers(plan), handover=handover, seconds=lambda: SECONDS)
+            trainer = ShardedTrainer(
+                bundle, config, Workers(plan, silent=SECONDS), handover=handover, seconds=lambda: SECONDS
+            )
             made.append(trainer)
             trainer.start()
             return trainer
