@@ -24,7 +24,7 @@ from node.engines.vllm_client import Address, VllmClient
 from node.home import models_dir
 from node.interfaces import Teacher, TeacherError, TrainGroup
 from node.models import ModelBundle, load_model
-from node.training.forward import sequence_logprobs, states
+from node.training.forward import run, sequence_logprobs
 from node.training.teacher_vllm import VllmTeacher
 
 
@@ -114,4 +114,4 @@ class LocalTeacher:
         return await self._device.run(self._logprobs, groups)
 
     def _logprobs(self, groups: Sequence[TrainGroup]) -> list[list[tuple[float, ...]]]:
-        return sequence_logprobs(groups, self._budget, lambda micro: states(self.model, micro))
+        return sequence_logprobs(groups, self._budget, functools.partial(run, self.model))
