@@ -36,6 +36,7 @@ from swarm.transport import (
     Connection,
     Event,
     Message,
+    OversizeRequest,
     PeerConnected,
     PeerDisconnected,
     PeerUnreachable,
@@ -102,7 +103,13 @@ class Libp2pHost:
         self._book = AddressBook()
         self._banned = Bans(self._pubsub)
         self._runtime = Runtime(trio.current_time, trio.fail_after, self._finish, STREAM_ERRORS, self._up, self._down)
-        self.streams = Streams(self._host, self._runtime, calls.answer, self._banned.__contains__)
+        self.streams = Streams(
+            self._host,
+            self._runtime,
+            calls.answer,
+            self._banned.__contains__,
+            lambda peer, protocol: calls.emit(OversizeRequest(peer, protocol)),
+        )
         self.connected: dict[str, Connection] = {}
         self.published = self.published_bytes = self.dropped_publishes = 0
 
