@@ -51,7 +51,7 @@ from swarm.gate import AnnouncementGate
 from swarm.membership import Membership, NotAdmitted, network_of
 from swarm.reports import Reports
 from swarm.rounds import Following, leads
-from swarm.transport import Busy, Message, PeerConnected, Transport
+from swarm.transport import Busy, Message, OversizeRequest, PeerConnected, Transport
 
 TICK_SECONDS = 0.5
 PRESENT_SECONDS = 150.0
@@ -67,6 +67,8 @@ IDLE_ROUNDS = 4
 """Rounds in which a member of an open swarm supplied nothing, after which it makes room where the list is full."""
 NETWORK_SECONDS = 3600.0
 """In which one network may bring so many new members as `from_network` says."""
+OFFENCES = 8
+"""Of one peer in an hour, and at once, before it is banned."""
 MAX_COUNTED = 1 << 18
 MAX_WAITING = 256 << 20
 """Bytes of answers that wait to be scored; who comes later is asked to come again."""
@@ -112,6 +114,7 @@ class Coordinator:
         self._counted: set[bytes] = set()
         """Groups that were counted in this round."""
         self._asks = Allowance(ASK_RATE, ASK_BURST, clock)
+        self._told, self._offences = Allowance(1 / 60, 1, clock), Allowance(OFFENCES / 3600, OFFENCES, clock)
         self._newcomers = Allowance(from_network / NETWORK_SECONDS, from_network, clock) if from_network else None
         """By network."""
         self.access = Access(transport, manifest, clock, on_event=on_event)
@@ -121,6 +124,7 @@ class Coordinator:
         self._revised = -math.inf
         following.on_members = self.access.take
         following.on_asked = self._saw
+        following.on_offence = self._note
         if following.members is not None:
             self.access.take(following.members)
 
@@ -178,6 +182,8 @@ class Coordinator:
             elif isinstance(event, PeerConnected):
                 self._saw(event.peer)
                 self.following.met(event.peer)
+            elif isinstance(event, OversizeRequest):
+                self._note(Rejected(Reason.too_large, f"a request on {event.protocol}"), event.peer)
             await asyncio.sleep(0)
 
     def _heard_group(self, sealed: bytes) -> None:
@@ -306,7 +312,7 @@ class Coordinator:
 
     async def _enter(self, peer: str, data: bytes) -> bytes:
         self._charge(peer)
-        request = _decoded(data, EnterRequest)
+        request = self._decoded(peer, data, EnterRequest)
         if request.swarm != self.manifest.digest:
             raise Rejected(Reason.wrong_swarm, f"asked about swarm {request.swarm.hex()[:12]}")
         if not self.leading:
@@ -355,7 +361,7 @@ class Coordinator:
         if self.access.barred(peer):
             raise Rejected(Reason.banned, f"{peer} is no member")
         self._charge(peer)
-        request = _decoded(data, ReportRequest)
+        request = self._decoded(peer, data, ReportRequest)
         if request.swarm != self.manifest.digest:
             raise Rejected(Reason.wrong_swarm, f"asked about swarm {request.swarm.hex()[:12]}")
         self._saw(peer)
@@ -390,9 +396,20 @@ class Coordinator:
             raise Busy(wait)
         self._asks.spend(peer, 1)
 
+    def _decoded(self, peer: str, data: bytes, kind: type[_Request]) -> _Request:
+        try:
+            return msgspec.msgpack.decode(data, type=kind)
+        except (msgspec.DecodeError, RecursionError) as error:
+            rejected = Rejected(Reason.malformed, f"{kind.__name__}: {error}")
+            self._note(rejected, peer)
+            raise rejected from error
 
-def _decoded(data: bytes, kind: type[_Request]) -> _Request:
-    try:
-        return msgspec.msgpack.decode(data, type=kind)
-    except (msgspec.DecodeError, RecursionError) as error:
-        raise Rejected(Reason.malformed, f"{kind.__name__}: {error}") from error
+    def _note(self, rejected: Rejected, peer: str) -> None:
+        """What no honest peer sends is told once a minute, and banned until the next start when it goes on."""
+        if peer in self.manifest.coordinators:
+            return
+        if self._told.take(peer):
+            self._on_event("rejected", f"{peer[-8:]}: {rejected.reason}: {rejected.detail}")
+        if not self._offences.take(peer):
+            self._on_event("banned", f"{peer} is banned: too many offences, the last one {rejected.reason}")
+            self.access.bans.ban(peer, "reputation")

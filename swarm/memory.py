@@ -23,6 +23,7 @@ from swarm.transport import (
     Event,
     Handler,
     Message,
+    OversizeRequest,
     PeerConnected,
     PeerDisconnected,
     PeerUnreachable,
@@ -318,6 +319,7 @@ class MemoryTransport:
             raise RequestFailed(f"{self._peer_id} does not serve {protocol}")
         handler, max_request = self._handlers[protocol]
         if len(data) > max_request:
+            self._events.put(OversizeRequest(peer, protocol))
             raise RequestFailed(f"request of {len(data)} bytes on {protocol} is over the cap {max_request}")
         if self._streams[peer] >= MAX_STREAMS_PER_PEER:
             raise RequestFailed(f"{self._peer_id} serves {peer} on {MAX_STREAMS_PER_PEER} streams already")

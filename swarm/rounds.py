@@ -7,6 +7,7 @@ is passed on. Without a coordinator to follow, a node goes on by the clock's epo
 import asyncio
 import hashlib
 import random
+from collections import deque
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -32,6 +33,7 @@ from protocol.rejection import Reason, Rejected
 from protocol.rounds import Round, check_successor, leader_of, open_round
 from swarm.allowance import Allowance
 from swarm.database import StoreError
+from swarm.gate import JUDGED_ALIKE
 from swarm.round_log import Fault, Kept, RoundLog
 from swarm.transport import Busy, Transport, TransportError
 
@@ -89,6 +91,10 @@ class Following:
         self.on_members: Callable[[MemberList], None] = lambda members: None
         self.on_asked: Callable[[str], None] = lambda peer: None
         """Told of every peer that asks for the log."""
+        self.on_offence: Callable[[Rejected, str], None] = lambda rejected, peer: None
+        """Told of what no honest peer sends, and who did. May raise StoreError."""
+        self._offences: deque[tuple[Rejected, str]] = deque(maxlen=MAX_WAITING)
+        """Of gossip, as the transport's thread found them."""
         self._take_lists()
 
     @property
@@ -126,6 +132,8 @@ class Following:
             signer = open_round(data, self.manifest, self._clock())[0].producer
         except Rejected as rejected:
             if rejected.reason is not Reason.broken_commitment:
+                if rejected.reason in JUDGED_ALIKE:
+                    self._offences.append((rejected, forwarder))
                 return False
             signer = self._signer(data)
         return signer not in self._proofs or data in self._proofs[signer]
@@ -251,10 +259,18 @@ class Following:
         """The leader is asked from time to time, and one other peer: what gossip lost, and whether it is there."""
         while True:
             await asyncio.sleep(self._sync_seconds * self._random.uniform(0.75, 1.25))
+            self._tell_offences()
             if self.leader is not None:
                 self._soon(self.leader)
             if peers := self._transport.peers():
                 self._soon(self._random.choice(peers))
+
+    def _tell_offences(self) -> None:
+        try:
+            while self._offences:
+                self.on_offence(*self._offences.popleft())
+        except StoreError as error:
+            self._on_event("store", str(error))
 
     async def _ask_waiting(self) -> None:
         while True:
@@ -285,7 +301,8 @@ class Following:
             )
             try:
                 answer = msgspec.msgpack.decode(raw, type=RoundsResponse)
-            except (msgspec.DecodeError, RecursionError):
+            except (msgspec.DecodeError, RecursionError) as error:
+                self.on_offence(Rejected(Reason.malformed, f"RoundsResponse: {error}"), peer)
                 return
             self._heard[peer] = self._clock()
             if len(self._heard) > MAX_WAITING:  # only coordinators' times are asked for
@@ -347,7 +364,9 @@ class Following:
         try:
             return msgspec.msgpack.decode(data, type=kind)
         except (msgspec.DecodeError, RecursionError) as error:
-            raise Rejected(Reason.malformed, f"{kind.__name__}: {error}") from error
+            rejected = Rejected(Reason.malformed, f"{kind.__name__}: {error}")
+            self.on_offence(rejected, peer)
+            raise rejected from error
 
     def _counted(self, peer: str, answer: bytes) -> bytes:
         self._allowance.spend(peer, len(answer))

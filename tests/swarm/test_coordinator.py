@@ -357,7 +357,7 @@ async def test_a_standby_takes_over_in_mid_round(hall: Hall, at: State) -> None:
         assert (await anna.answer([1] * 4)).taken
     await until(lambda: is_at([spare], 1, at) and spare.following.members == lead.following.members)
     assert set(lead.coordinator.heard()) == {spare.id}
-    assert set(anna.following.heard()) == {lead.id}
+    assert lead.id in anna.following.heard()
     await hall.kill(lead)
     await until(lambda: anna.following.leader == bert.following.leader == spare.id)
     assert spare.coordinator.leading
