@@ -25,6 +25,8 @@ log = logging.getLogger(__name__)
 LOOK_SECONDS = 5.0
 ASK_AGAIN_SECONDS = 60.0
 """An averager has another address after each of its starts."""
+AT_ONCE = 16
+"""Peers that are asked together: one that is silent takes the whole deadline."""
 MAX_PLACES = 16
 ASKS_A_MINUTE = 6
 _OWN = re.compile(r"/(?:ip4|ip6)/[^/]+/tcp/(\d+)/p2p/(\w+)")
@@ -84,14 +86,18 @@ class AveragerFinding:
         now, connections = self._clock(), self._transport.connections()
         self._asked = {peer: at for peer, at in self._asked.items() if peer in connections}
         before = dict(self.places)
-        for peer, connection in connections.items():
-            if self._refused(peer) or now - self._asked.get(peer, now - ASK_AGAIN_SECONDS) < ASK_AGAIN_SECONDS:
-                continue
-            self._asked[peer] = now
-            place = await self._ask(peer)
-            if place is not None and connection.host:
+        due = [
+            peer
+            for peer, connection in connections.items()
+            if connection.host
+            and not self._refused(peer)
+            and now - self._asked.get(peer, now - ASK_AGAIN_SECONDS) >= ASK_AGAIN_SECONDS
+        ][:AT_ONCE]
+        self._asked.update(dict.fromkeys(due, now))
+        for peer, place in zip(due, await asyncio.gather(*map(self._ask, due)), strict=True):
+            if place is not None:
                 self.places.pop(peer, None)
-                self.places[peer] = address_of(connection.host, place)
+                self.places[peer] = address_of(connections[peer].host, place)
         while len(self.places) > MAX_PLACES:
             del self.places[next(iter(self.places))]
         if self.places != before:

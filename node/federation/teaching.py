@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 
 from node.device import Device
 from node.interfaces import TeacherError, TrainGroup, TrainSequence
+from node.memory import out_of_memory
 from node.models import ModelBundle
 from node.training.forward import run, sequence_logprobs
 from protocol.messages import Digest
@@ -29,6 +30,9 @@ from swarm.transport import Transport
 
 log = logging.getLogger(__name__)
 
+MAX_LENGTH = 4096
+"""Tokens of a prompt with an answer: attention over more takes memory that this node has not reckoned with."""
+
 
 class Teaching:
     """Computes answers to other nodes' questions with the present weights."""
@@ -41,15 +45,21 @@ class Teaching:
         """The answer, or the reason why there is none."""
         if problem := self._problem(request):
             return TeachAnswer(self._bundle.name[:64], self._step(), b"", problem)
-        return await self._device.run(self._computed, request)
+        try:
+            return await self._device.run(self._computed, request)
+        except (RuntimeError, MemoryError) as error:  # nobody's question may end this node
+            if not out_of_memory(error):
+                log.exception("a question to the teacher failed")
+            return TeachAnswer(self._bundle.name[:64], self._step(), b"", f"it cannot be computed: {str(error)[:150]}")
 
     def _problem(self, request: TeachRequest) -> str:
         bundle = self._bundle
         if request.fingerprint != bundle.fingerprint:
             return f"the teacher {bundle.name} has another tokenizer; choose a teacher of the same model family"
         longest = max(len(group.prompt) + max(map(len, group.answers)) for group in request.groups)
-        if longest > bundle.context:
-            return f"{longest} tokens are more than the {bundle.context} that the teacher {bundle.name} reads"
+        most = min(bundle.context, MAX_LENGTH)
+        if longest > most:
+            return f"{longest} tokens are more than the {most} that the teacher {bundle.name} reads for others"
         highest = max(max((*group.prompt, *sum(group.answers, ()))) for group in request.groups)
         if highest >= bundle.vocabulary_size:
             return f"token {highest} is none of the {bundle.vocabulary_size} of the teacher {bundle.name}"

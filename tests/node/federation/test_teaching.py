@@ -129,6 +129,18 @@ async def test_what_a_teacher_refuses(bundle: ModelBundle, device: Device, reque
     assert answer.logprobs == b""
 
 
+async def test_a_question_that_takes_too_much_memory_ends_nothing(
+    bundle: ModelBundle, device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise torch.OutOfMemoryError("no room for 9 GB")
+
+    monkeypatch.setattr("node.federation.teaching.sequence_logprobs", fail)
+    request = TeachRequest(SWARM, bundle.fingerprint, (AskedGroup((1,), ((2,),)),))
+    answer = await Teaching(bundle, device, lambda: 3, 64).answer(request)
+    assert answer.refusal == "it cannot be computed: no room for 9 GB"
+
+
 def test_groups_are_asked_about_in_parts_and_a_giant_is_named() -> None:
     half = group((1,) * (MAX_TEACH_TOKENS // 2), (2,))
     assert [len(part) for part in parts_of([half, GROUPS[0], half, half])] == [2, 1, 1]

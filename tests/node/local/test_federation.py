@@ -14,9 +14,9 @@ from protocol.manifest import Coordination, EnvironmentSpec, make_manifest
 
 DEADLINE = 400.0
 QUICK = (
-    "rollout.group_size=8", "train.learning_rate=1e-4", "swarm.own_groups=8", "swarm.foreign_groups=4",
-    "train.dynamic_rounds=0", "swarm.max_group_uses=4", "eval.every=0", "eval.tasks=2", "network.heal_seconds=1",
-    "federation.poll_seconds=0.3", "federation.staleness=16", "federation.spot_check=1",
+    "rollout.group_size=8", "train.learning_rate=1e-4", "swarm.own_groups=3", "swarm.foreign_groups=2",
+    "train.dynamic_rounds=0", "swarm.max_group_uses=4", "eval.every=0", "eval.tasks=2", "network.heal_seconds=5",
+    "federation.poll_seconds=1", "federation.staleness=16", "federation.spot_check=1",
     "coordinator.groups=4", "coordinator.round_seconds=20", "coordinator.tasks=2",
 )  # fmt: skip
 
