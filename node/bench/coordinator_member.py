@@ -33,6 +33,8 @@ from swarm.transport import Message, PeerConnected, Transport, TransportError
 
 LOOK_SECONDS = 0.25
 TRIES_SECONDS = 300.0
+NEIGHBOURS = 6
+"""That a member process dials: everybody connected to everybody would keep a small machine busy with that alone."""
 
 
 class Simulated:
@@ -100,7 +102,7 @@ async def live(spec: Mapping[str, Any], say: Say) -> None:
     transport = Libp2pTransport(identity, ["/ip4/127.0.0.1/tcp/0"], psk=invite.psk)
     await transport.start()
     member = Simulated(transport, identity, manifest, invite.token, timeout=30.0)
-    discovery = Discovery(transport, invite.bootstrap, manifest.digest, clock=time.monotonic)
+    discovery = Discovery(transport, invite.bootstrap, manifest.digest, clock=time.monotonic, max_peers=NEIGHBOURS)
     running = [asyncio.create_task(member.run()), asyncio.create_task(discovery.run())]
     try:
         await _until(running, lambda: member.entering.listed)
