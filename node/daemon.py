@@ -157,7 +157,7 @@ class Daemon:
             await web.start()
             self.home.write_daemon(DaemonInfo(os.getpid(), web.url, self.started_at, self.transport.addresses()))
             keep_port(self.home, self.config.network, self.transport)
-            log.info("the dashboard is at %s ; sign in with: %s", web.url, self.home.command("open"))
+            log.info("the dashboard is at %s (sign in with: %s)", web.url, self.home.command("open"))
             log.info("node %s listens at %s", self.identity.peer_id, ", ".join(self.transport.addresses()))
             async with asyncio.TaskGroup() as services:
                 for name, service in (

@@ -46,8 +46,8 @@ class DaemonView:
         exchange = node.exchange.counters() if node.exchange else {}
         return {
             "state": state,
-            "reason": reason,
-            "next": following,
+            "reason": node.home.hints(reason),
+            "next": node.home.hints(following),
             "step": max(node.loop.parts.trainer.step, node.loop.saved or 0) if node.loop else last.get("step", 0),
             "reward": last.get("reward"),
             "reward_start": (first or {}).get("reward"),

@@ -64,7 +64,7 @@ def coordinator() -> None:
 @with_session
 def init(session: Session, name: str, file: Path | None, public: bool, standbys: tuple[str, ...]) -> None:
     """Begin a swarm that this home coordinates: identity where there is none, manifest, key."""
-    from node.cli.output import emit
+    from node.cli.output import emit, tell
     from node.coordinator.at_rest import begin
 
     home = session.home()
@@ -76,7 +76,7 @@ def init(session: Session, name: str, file: Path | None, public: bool, standbys:
         emit({"name": name, "digest": manifest.digest.hex(), "peer_id": peer_id, "coordinators": manifest.coordinators})
         return
     click.echo(f"Swarm {name} ({manifest.digest.hex()[:12]}), coordinated by {peer_id}")
-    click.echo("Next: shoal coordinator up, then shoal coordinator invite")
+    tell(session, "Next: shoal coordinator up, then shoal coordinator invite")
 
 
 @coordinator.command()

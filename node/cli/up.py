@@ -26,7 +26,7 @@ BROWSER_WAIT_SECONDS = 60.0
 @with_session
 def init(session: Session, passphrase: bool) -> None:
     """Make a node: identity, settings, API token. Keeps what is there."""
-    from node.cli.output import emit
+    from node.cli.output import emit, tell
 
     home = session.home()
     if passphrase and home.passphrase is None:
@@ -36,7 +36,7 @@ def init(session: Session, passphrase: bool) -> None:
     if session.as_json:
         emit({"created": created, "home": str(home.path), "peer_id": peer_id})
     elif created:
-        click.echo(f"Node {peer_id} made in {home.path}\nNext: shoal up, or shoal up --join INVITE")
+        tell(session, f"Node {peer_id} made in {home.path}\nNext: shoal up, or shoal up --join INVITE")
     else:
         click.echo(f"Node {peer_id} is in {home.path} already; nothing changed")
 

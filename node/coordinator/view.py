@@ -37,8 +37,8 @@ class CoordinatorView:
         return {
             **none,
             "state": state,
-            "reason": reason,
-            "next": following,
+            "reason": node.home.hints(reason),
+            "next": node.home.hints(following),
             "step": 0,
             "tokens_per_second": 0.0,
             "own_groups": 0,

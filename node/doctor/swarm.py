@@ -58,7 +58,7 @@ def _coordinators(told: Mapping[str, Any], now: float) -> list[Finding]:
         return [*found, warn("coordinator", "nobody leads: rounds stand still", "training goes on by the clock")]
     if not told["leading"] and not told["listed"]:
         said = told["said"] or "no coordinator has answered yet"
-        fix = "have an invite made by shoal coordinator invite, on its machine, and shoal join it"
+        fix = "have an invite made on its machine (coordinator invite), and join with it: shoal join INVITE"
         found.append(fail("coordinator", f"this node is no member: {said}", fix))
     record = told["round"]
     words = f"round {record['number']} is {record['state']}" if record else "no round has begun"
@@ -82,7 +82,7 @@ def _standbys(spare: list[str], heard: Mapping[str, float], now: float) -> list[
         else warn(
             "coordinator",
             f"{short(one)} is to stand by, and {silent(heard.get(one), now)}",
-            "start it: shoal coordinator up, in its own home",
+            "start it, in its own home: coordinator up",
         )
         for one in spare
     ]

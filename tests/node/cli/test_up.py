@@ -207,4 +207,4 @@ def test_for_a_container_every_line_on_stderr_is_json(home: Home) -> None:
         plain = errors("--log-format", "text")
     assert [sorted(entry) for entry in entries] == [["at", "level", "logger", "message"]] * len(entries)
     assert (entries[-1]["level"], "is in use by process" in entries[-1]["message"]) == ("error", True)
-    assert plain[-1].startswith(f"shoal: home {home.path} is in use by process")
+    assert plain[-2].startswith(f"Error: home {home.path} is in use by process")
