@@ -30,7 +30,7 @@ test-interop: $(STAMP) $(VENV)/.trl-installed $(VENV)/.ray-installed
 
 # On a machine with a GPU, and with a CUDA build of torch (SHOAL_TORCH); vLLM's tests want `vllm` in PATH besides.
 test-gpu: $(STAMP)
-	$(BIN)/python -m pip install -q -c constraints.txt -e ".[gpu]"
+	$(BIN)/python -m pip install -q -c constraints.txt -e ".[gpu,megatron]"
 	$(BIN)/python -m pytest -m gpu
 
 # Any Docker works. Without one, `make test-docker ENGINE=path/to/container-engine` starts and stops a private one.
@@ -50,7 +50,7 @@ $(VENV)/.containers-installed: $(STAMP)
 	touch $@
 
 $(VENV)/.trl-installed: $(STAMP)
-	$(BIN)/python -m pip install -q -c constraints.txt -e ".[trl,lora,averaging]"
+	$(BIN)/python -m pip install -q -c constraints.txt -e ".[trl,lora,averaging,megatron]"
 	touch $@
 
 $(VENV)/.ray-installed: $(STAMP)

@@ -2,9 +2,9 @@
 
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from node.config_types import Decay, Section, Texts, split_commas
+from node.config_types import Decay, Section, Texts, split_commas, teacher
 
 
 class TrainConfig(Section):
@@ -22,6 +22,12 @@ class TrainConfig(Section):
     shards: int = Field(
         1, ge=1, le=64, description="devices that hold the model together, each with a worker process of its own"
     )
+    backend: Literal["fsdp", "megatron"] = Field(
+        "fsdp", description="how shards hold the model: rows of every layer, or as Megatron-core divides it"
+    )
+    tensor_parallel: int = Field(1, ge=1, le=64, description="shards that divide each layer between them, by megatron")
+    pipeline_parallel: int = Field(1, ge=1, le=64, description="stages that divide the layers, by megatron")
+    expert_parallel: int = Field(1, ge=1, le=64, description="shards that divide the experts of a layer, by megatron")
     gradient_checkpointing: Literal["auto", "on", "off"] = Field(
         "auto", description="compute layers again on the way back, to keep less; auto: once memory runs out"
     )
@@ -108,9 +114,10 @@ class TrainConfig(Section):
     )
 
     # a teacher
-    distill_teacher: str = Field(
+    distill_teacher: Annotated[str, AfterValidator(teacher)] = Field(
         "",
-        description="model to learn from besides rewards: a directory, 'embedded' or a vLLM server's URL; empty: none",
+        description="model to learn from besides rewards: a directory, 'embedded', a vLLM server's URL, or "
+        "peer:PEER_ID of a node with federation.teach; empty: none",
     )
     distill_coefficient: float = Field(1.0, gt=0, description="weight of the reverse KL to the teacher")
 
@@ -162,6 +169,7 @@ class TrainConfig(Section):
                 f"train.shards = {self.shards} shares out moments of 32 bits, and train.optimizer = {self.optimizer} "
                 "keeps them in 8; set train.optimizer to adamw, or train.shards to 1"
             )
+        self._check_division()
         if self.advantage == "gigpo":
             raise ValueError(
                 "train.advantage = gigpo compares the turns of an episode, and every environment here has one turn, "
@@ -180,6 +188,28 @@ class TrainConfig(Section):
             )
         return self
 
+    def _check_division(self) -> None:
+        parts = {
+            "tensor_parallel": self.tensor_parallel,
+            "pipeline_parallel": self.pipeline_parallel,
+            "expert_parallel": self.expert_parallel,
+        }
+        if self.backend == "fsdp":
+            for name, count in parts.items():
+                if count > 1:
+                    raise ValueError(
+                        f"train.{name} = {count} is Megatron's, and train.backend is fsdp; set train.backend to "
+                        f"megatron, or train.{name} to 1"
+                    )
+            return
+        product = self.tensor_parallel * self.pipeline_parallel * self.expert_parallel
+        if self.shards == 1 or self.shards % product:
+            raise ValueError(
+                f"train.backend = megatron divides a model over train.shards = {self.shards} devices, and "
+                f"{' x '.join(f'{name} = {count}' for name, count in parts.items())} is {product}; set train.shards to "
+                f"a multiple of {product}, and to 2 or more"
+            )
+
 
 TRAIN_AT_START = frozenset(
     {
@@ -188,6 +218,10 @@ TRAIN_AT_START = frozenset(
         "lora_targets",
         "optimizer",
         "shards",
+        "backend",
+        "tensor_parallel",
+        "pipeline_parallel",
+        "expert_parallel",
         "routing_replay",
         "distill_teacher",
         "kl_coefficient",

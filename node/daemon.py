@@ -18,7 +18,7 @@ from node.addresses import caution, reachable
 from node.averaging import CAUTION
 from node.changing import Change, change
 from node.device import Device
-from node.federation.parts import make_following, make_leading
+from node.federation.parts import make_following, make_leading, make_teaching, peer_teacher
 from node.history import History
 from node.holding import Holding
 from node.home import DaemonInfo, Home
@@ -227,6 +227,8 @@ class Daemon:
         if self.home.is_listed():
             services.create_task(self._told(self._list(manifest)), name="directory")
         self.rounds = make_rounds(manifest, self.home, self.transport, self.clock, self.history, self.config)
+        if self.rounds is not None:  # before what takes minutes: members part from whoever is not on the list
+            services.create_task(self._told(self.rounds.run()), name="rounds")
         if self.cluster is not None:
             async with self.progress.during("ray"):
                 await self._place(self.cluster)
@@ -237,13 +239,13 @@ class Daemon:
         async with self.progress.during("load"):
             engines, parts = await make_parts(self, manifest, self.scorer)
         leading, following = make_leading(parts, self.identity, self.home), make_following(parts, self.home)
+        teaching = make_teaching(parts)
+        parts.teacher = parts.teacher or peer_teacher(parts)
         self.loop = Loop(parts, leading, following)
         self.loop.change(self.config)  # it may have changed since the parts were made
         self.holding.steer(self.loop)
         self.exchange = parts.exchange
         services.create_task(self._told(parts.exchange.run()), name="exchange")
-        if self.rounds is not None:
-            services.create_task(self._told(self.rounds.run()), name="rounds")
         if parts.averaging is not None:
             self.history.event("warning", "averaging", CAUTION)
             services.create_task(self._told(parts.averaging.averager.run()), name="averaging")
@@ -251,7 +253,9 @@ class Daemon:
         if leading is not None:
             services.create_task(self._told(leading.publisher.run()), name="policy")
         if following is not None:
-            services.create_task(self._told(following.run()), name="policy")
+            services.create_task(self._told(following.run(self.loop.unpaused, self.holding.no_room)), name="policy")
+        if teaching is not None:
+            services.create_task(self._told(teaching.run()), name="teaching")
         await start_engines(self, engines, parts)
         await self.loop.run(steps)
         await self.loop.checkpoint()

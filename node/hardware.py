@@ -21,6 +21,7 @@ from node.config_train import TrainConfig
 from node.models import ModelError, check_directory, compute_dtype, device_of, model_directory
 from node.training.distill import local_teacher
 from node.training.lora import require_peft
+from node.training.megatron_checks import check_megatron
 from node.training.optimizers import check_optimizer
 
 log = logging.getLogger(__name__)
@@ -74,6 +75,8 @@ class ModelShape:
     """Linear layers by name (q_proj), those of experts left out: numbers in and out of one token, in all layers."""
     embedding: int = 0
     """Numbers of the embedding and the output layer."""
+    experts: int = 0
+    """Numbers of all experts."""
 
     def adapters(self, config: TrainConfig) -> int:
         """Numbers in the adapters of `train.lora_rank`: A is [rank, in], B is [out, rank]."""
@@ -91,6 +94,11 @@ class ModelShape:
         """About the most numbers of other processes' that one has at a time: embedding, output and two layers."""
         layer = (self.parameters - self.embedding) // max(1, self.layers)
         return min(self.parameters, self.embedding + 2 * layer)
+
+    def divided(self, config: TrainConfig) -> int:
+        """About the numbers that one of the processes of Megatron's trainer holds."""
+        parts = config.tensor_parallel * config.pipeline_parallel
+        return -(-(self.parameters - self.experts) // parts) + -(-self.experts // (parts * config.expert_parallel))
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +161,7 @@ def prepare(config: Config, models: Path) -> Setup:
     choice = choose_engine(config, machine)
     check_optimizer(config.train, device_of(config.model.device))
     check_shards(config, machine)
+    check_megatron(config.train, model_directory(config.model.path, models), gpus=len(machine.gpus))
     if config.train.lora_rank:
         require_peft()
     shape = model_shape(model_directory(config.model.path, models))
@@ -266,6 +275,7 @@ def model_shape(directory: Path) -> ModelShape:
         width=config["hidden_size"],
         linear=MappingProxyType(linear),
         embedding=sum(math.prod(sizes) for name, sizes in tensors if "embed_tokens" in name or "lm_head" in name),
+        experts=sum(math.prod(sizes) for name, sizes in tensors if ".experts." in name),
     )
 
 
@@ -322,24 +332,31 @@ def _plan_shards(
     dtype: torch.dtype,
     teacher: ModelShape | None,
 ) -> MemoryPlan:
-    """Of `train.shards` processes (node/training/fsdp.py): rows of masters, moments and gradients each."""
-    own, width, shards = shape.parameters, dtype.itemsize, config.train.shards
+    """Of `train.shards` processes (node/training/fsdp.py): rows of masters, moments and gradients each.
+
+    Megatron's (node/training/megatron.py) hold copies in the compute type besides, and gather nothing.
+    """
+    own, width, shards, train = shape.parameters, dtype.itemsize, config.train.shards, config.train
     here, said = (1, f"1/{shards} of ") if machine.gpus else (shards, "")
-    rows = -(-own // shards) * here
+    rows, copies = -(-own // shards) * here, 0
+    if train.backend == "megatron":
+        rows = copies = shape.divided(train)
+        said = "a part of "
     always = [(f"{said}32-bit weights", rows * 4), (f"{said}optimizer", rows * 8)]
-    if config.train.kl_coefficient > 0:
-        always.append((f"{said}reference", rows * 4))
+    if copies:
+        always.append((f"{said}weights", copies * width))
+    if train.kl_coefficient > 0:
+        always.append((f"{said}reference", copies * width or rows * 4))
     if not machine.gpus or not weights_pass_through(config, choice):
         always.append(("the node's own weights", own * width))
         if config.federation.publish:
             always.append(("spot checks", own * width))
     if teacher is not None:
         always.append(("teacher", teacher.parameters * width))
-    update = [
-        (f"{said}gradients", rows * 4),
-        ("gathered layers with gradients", shape.gathered() * (width + 4) * here),
-        ("activations", shape.activations(config.train) * width * here),
-    ]
+    update = [(f"{said}gradients", rows * 4)]
+    if not copies:
+        update.append(("gathered layers with gradients", shape.gathered() * (width + 4) * here))
+    update.append(("activations", shape.activations(train) * width * here))
     return _plan(config, machine, choice, always, update, _for_rollouts(config, shape, choice, width))
 
 

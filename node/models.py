@@ -79,7 +79,7 @@ def load_model(path: str, *, device: str, dtype: str, models: Path) -> ModelBund
     """
     transformers_logging.disable_progress_bar()
     directory = model_directory(path, models)
-    config = _checked_config(directory)
+    config = checked_config(directory)
     place = device_of(device)
     kind = compute_dtype(place, dtype)
     tokenizer = _checked_tokenizer(directory)
@@ -284,12 +284,13 @@ def check_directory(directory: Path) -> None:
 
 def check_model(directory: Path) -> str:
     """Whether a directory has all that `load_model` needs but the weights' content; its type. Raises ModelError."""
-    config = _checked_config(directory)
+    config = checked_config(directory)
     _checked_tokenizer(directory)
     return str(config.model_type)
 
 
-def _checked_config(directory: Path) -> PretrainedConfig:
+def checked_config(directory: Path) -> PretrainedConfig:
+    """What config.json says of a model that can be trained here. Raises ModelError."""
     check_directory(directory)
     try:
         config = AutoConfig.from_pretrained(directory, local_files_only=True)

@@ -79,6 +79,7 @@ class DaemonView:
             "resumes_at": progress.hold.resumes_at if progress.hold else None,
             "trained_today_seconds": node.holding.trained_today,
             "policy_version": _policy_version(node),
+            "followed": node.loop.following.facts() if node.loop and node.loop.following else None,
             "groups": {
                 **exchange,
                 "trained_foreign": node.history.trained_foreign(),

@@ -93,19 +93,21 @@ def evenness(tmp_path: Path, no_variables: None, monkeypatch: pytest.MonkeyPatch
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """Directory of a small random model of a type (llama, qwen2, qwen3, or one with experts), with a byte tokenizer.
 
-    `ascii_only`: it can say nothing but printable ASCII, so that every answer is fit to be shared.
+    `ascii_only`: it can say nothing but printable ASCII, so that every answer is fit to be shared. `settings`: of the
+    transformers config, in place of what is here.
     """
 
-    def make(kind: str, *, ascii_only: bool = False, head_dim: int = 8) -> Path:
-        directory = tmp_path_factory.getbasetemp() / f"tiny-{kind}-{ascii_only}-{head_dim}"
+    def make(kind: str, *, ascii_only: bool = False, head_dim: int = 8, **settings: Any) -> Path:
+        said = "".join(f"-{name}={value}" for name, value in settings.items())
+        directory = tmp_path_factory.getbasetemp() / f"tiny-{kind}-{ascii_only}-{head_dim}{said}"
         if not directory.exists():
-            _make_tiny(kind, directory, ascii_only, head_dim)
+            _make_tiny(kind, directory, ascii_only, {"head_dim": head_dim, **settings})
         return directory
 
     return make
 
 
-def _make_tiny(kind: str, directory: Path, ascii_only: bool, head_dim: int) -> None:
+def _make_tiny(kind: str, directory: Path, ascii_only: bool, settings: dict[str, Any]) -> None:
     import tokenizers
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
@@ -127,23 +129,21 @@ def _make_tiny(kind: str, directory: Path, ascii_only: bool, head_dim: int) -> N
         "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
         "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     )
-    config = AutoConfig.for_model(
-        kind,
-        vocab_size=len(vocabulary),
-        hidden_size=48,
-        intermediate_size=64,
-        num_hidden_layers=3,
-        num_attention_heads=6,
-        num_key_value_heads=2,
-        head_dim=head_dim,
-        max_position_embeddings=512,
-        initializer_range=0.15,
-        tie_word_embeddings=kind != "qwen3",
-        bos_token_id=0,
-        eos_token_id=1,
-        pad_token_id=1,
-        **EXPERTS.get(kind, {}),
-    )
+    usual: dict[str, Any] = {
+        "vocab_size": len(vocabulary),
+        "hidden_size": 48,
+        "intermediate_size": 64,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 512,
+        "initializer_range": 0.15,
+        "tie_word_embeddings": kind != "qwen3",
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+        "pad_token_id": 1,
+    }
+    config = AutoConfig.for_model(kind, **{**usual, **EXPERTS.get(kind, {}), **settings})
     torch.manual_seed(7)
     model = AutoModelForCausalLM.from_config(config)
     model.save_pretrained(directory)

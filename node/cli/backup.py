@@ -56,4 +56,8 @@ def restore(session: Session, file: Path, force: bool) -> None:
     click.echo(f"Node {contents.peer_id} as of {clock(contents.made)} is in {home.path}{what}")
     if old is not None:
         click.echo(f"What was there before is in {old}; delete it when you are sure")
-    click.echo("Never run two nodes with this identity at once. Next: shoal up")
+    if home.coordinates():
+        log = "" if "node.db" in contents.members else ", and its log is not in it"
+        click.echo(f"shoal: this is a coordinator{log}: what it signed after the backup was made and what it signs "
+                   "now would prove it false ; start it only if there is no such thing", err=True)  # fmt: skip
+    click.echo(f"Never run two nodes with this identity at once. Next: {home.starting()}")

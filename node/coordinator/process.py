@@ -214,6 +214,7 @@ class CoordinatorProcess:
             self.clock,
             pace,
             patience=config.patience,
+            from_network=config.from_network,
             measured=config.mix == "measured",
             on_event=self._tell,
         )

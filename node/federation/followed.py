@@ -1,5 +1,6 @@
 """The policy of a follower: another node trains it, so there are weights, and no optimizer, gradients or masters."""
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
@@ -10,7 +11,7 @@ from node.config_train import TrainConfig
 from node.interfaces import Batch, StepSkipped, TrainGroup, UpdateStats
 from node.models import ModelBundle
 from node.training import files
-from node.training.forward import sequence_logprobs, states
+from node.training.forward import run, sequence_logprobs
 from node.training.weights import weights_copied
 
 
@@ -36,9 +37,8 @@ class FollowedPolicy:
     def logprobs(self, groups: Sequence[TrainGroup]) -> list[list[tuple[float, ...]]]:
         """log-probability of every sequence token under the present version; [group][sequence][token]."""
         routing = None if self.config.routing_replay == "off" else self.bundle.routing
-        return sequence_logprobs(
-            groups, self.config.tokens_per_micro_batch, lambda micro: states(self.model, micro, routing)
-        )
+        passes = functools.partial(run, self.model, routing=routing)
+        return sequence_logprobs(groups, self.config.tokens_per_micro_batch, passes)
 
     def snapshot(self, dtype: Literal["float32", "bfloat16"]) -> Mapping[str, torch.Tensor]:
         return weights_copied(self.model, dtype)

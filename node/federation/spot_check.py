@@ -6,6 +6,7 @@ does no harm: the correction of the update (train.correction) works with what wa
 """
 
 import copy
+import functools
 import random
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -16,7 +17,7 @@ from node.interfaces import TrainGroup
 from node.memory import give_back
 from node.models import ModelBundle
 from node.rollouts import sampling_seed
-from node.training.forward import sequence_logprobs, states
+from node.training.forward import run, sequence_logprobs
 from protocol.identity import Identity
 from protocol.policy import Weights
 from protocol.rejection import Reason, Rejected
@@ -50,7 +51,7 @@ class SpotCheck:
         try:
             self._publisher.load(version, dict(scratch.named_parameters()))
             chosen = [self._chosen(digest, group) for digest, group in groups.items()]
-            computed = sequence_logprobs(chosen, budget, lambda micro: states(scratch, micro))
+            computed = sequence_logprobs(chosen, budget, functools.partial(run, scratch))
         finally:
             scratch = None
             give_back()

@@ -30,6 +30,7 @@ from node.large.sizes import needs_of
 from node.large.trainer_actors import RayLauncher
 from node.models import ModelBundle, compute_dtype, model_directory
 from node.routing import longest_field
+from node.training.megatron_checks import check_megatron
 from node.training.workers import Kind, WorkerPlan
 from protocol.manifest import EnvironmentSpec
 
@@ -56,6 +57,8 @@ async def plan_large(ray: RayCluster, config: Config, home: Home) -> Planned:
     cluster = ray.cluster
     check_settings(config)
     directory = await asyncio.to_thread(model_directory, config.model.path, models_dir())
+    gpus = cluster.trainer.gpus * cluster.trainer.workers
+    await asyncio.to_thread(check_megatron, config.train, directory, gpus=gpus)
     shape = await asyncio.to_thread(model_shape, directory)
     # files of two nodes with one shared directory are kept apart by their peer ids
     shared = Path(cluster.shared) / home.identity().peer_id[-12:] if cluster.shared else home.path

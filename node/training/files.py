@@ -1,10 +1,10 @@
 """What a trainer keeps on disk: weights and optimizer state as safetensors, nothing pickled.
 
-Several processes that hold a model together (node/training/fsdp.py) write their rows of the moments each, side by side:
-`exp_avg-00001-of-00002.safetensors`. A tensor's rows in the order of the files are the whole tensor, so any number of
-processes reads what any other number wrote, each only the rows it holds. torch.distributed.checkpoint would pickle its
-metadata, and its safetensors storage (hf_storage) wants a folder of its own and a pass over all files for the layout
-that inference loads.
+Several processes that hold a model together (node/training/fsdp.py, megatron.py) write rows of the moments each, side
+by side: `exp_avg-00001-of-00002.safetensors`. A tensor's rows in the order of the files are the whole tensor, so any
+number of processes reads what any other number wrote, each only the part it holds. A weight on the meta device is one
+that only other processes hold. torch.distributed.checkpoint would pickle its metadata, and its safetensors storage
+(hf_storage) wants a folder of its own and a pass over all files for the layout that inference loads.
 """
 
 import json
@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Shard
 
 from node.checkpoint import CheckpointError
 from node.models import ModelBundle
@@ -62,7 +64,7 @@ def save_optimizer(
         save_file(moments_of(optimizer, weights), directory / MOMENTS_8BIT)
         return
     for file, key in ((FIRST_MOMENTS, "exp_avg"), (SECOND_MOMENTS, "exp_avg_sq")):
-        moments = {name: local(optimizer.state[w][key]) for name, w in weights.items() if w in optimizer.state}
+        moments = {name: _rows(optimizer.state[w][key]) for name, w in weights.items() if w in optimizer.state}
         save_file({name: rows for name, rows in moments.items() if len(rows)}, directory / numbered(file, rank, count))
 
 
@@ -106,6 +108,8 @@ def load_optimizer(optimizer: torch.optim.Optimizer, weights: Mapping[str, torch
             raise CheckpointError(f"{path} is of another model, or cannot be read: {error!r}") from error
     elif updates:
         for weight in weights.values():
+            if weight.is_meta:
+                continue
             optimizer.state[weight] = {"step": torch.tensor(float(updates), dtype=torch.float32, device=weight.device)}
         for file, key in ((FIRST_MOMENTS, "exp_avg"), (SECOND_MOMENTS, "exp_avg_sq")):
             paths = [directory / numbered(file, number, processes) for number in range(processes)]
@@ -116,9 +120,30 @@ def load_optimizer(optimizer: torch.optim.Optimizer, weights: Mapping[str, torch
 
 
 def local(tensor: Any) -> torch.Tensor:
-    """What of a tensor is in this process: all of it, or its rows where it is shared out (a DTensor)."""
-    rows: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    return rows
+    """What of a tensor is in this process: all of it, or its part where it is shared out (a DTensor)."""
+    part: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return part
+
+
+def place_of(weight: torch.Tensor) -> tuple[slice, ...]:
+    """Where in a weight this process's part of it lies, dimension by dimension."""
+    if isinstance(weight, DTensor):
+        return placed(weight.shape, weight.placements, weight.device_mesh)
+    return placed(weight.shape)
+
+
+def placed(
+    shape: torch.Size, placements: Sequence[Placement] = (), mesh: DeviceMesh | None = None
+) -> tuple[slice, ...]:
+    """The same for a tensor of that shape, shared out so over the processes of a mesh."""
+    place = [slice(0, length) for length in shape]
+    for axis, placement in enumerate(placements):
+        if isinstance(placement, Shard):
+            assert mesh is not None
+            outer = place[placement.dim]
+            inner = rows_of(outer.stop - outer.start, mesh.get_local_rank(axis), mesh.size(axis))
+            place[placement.dim] = slice(outer.start + inner.start, outer.start + inner.stop)
+    return tuple(place)
 
 
 def rows_of(length: int, rank: int, count: int) -> slice:
@@ -127,8 +152,15 @@ def rows_of(length: int, rank: int, count: int) -> slice:
     return slice(min(length, rank * chunk), min(length, (rank + 1) * chunk))
 
 
+def _rows(tensor: torch.Tensor) -> torch.Tensor:
+    """This process's rows of a tensor: in the order of the processes they are the whole."""
+    if isinstance(tensor, DTensor):
+        return local(tensor.redistribute(placements=[Shard(0)] * tensor.device_mesh.ndim)).contiguous()
+    return tensor
+
+
 def _read(paths: Sequence[Path], weights: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Tensors one by one, of shared-out weights the rows that are here; names and shapes are checked before."""
+    """Tensors one by one, of shared-out weights the part that is here; names and shapes are checked before."""
     with ExitStack() as opened:
         pieces: dict[str, list[Any]] = {}
         for path in paths:
@@ -144,11 +176,10 @@ def _read(paths: Sequence[Path], weights: Mapping[str, Any]) -> Iterator[tuple[s
             odd = sorted(name for name in shapes.keys() | wanted.keys() if shapes.get(name) != wanted.get(name))
             raise CheckpointError(f"{paths[0]} is of another model: {len(odd)} tensors differ, the first is {odd[0]}")
         for name, weight in weights.items():
-            mesh = getattr(weight, "device_mesh", None)
-            rank, count = (0, 1) if mesh is None else (mesh.get_local_rank(), mesh.size())
-            here = rows_of(len(weight), rank, count)
+            if weight.is_meta:
+                continue
             try:
-                yield name, _joined(pieces[name], here)
+                yield name, _joined(pieces[name], place_of(weight))
             except (OSError, SafetensorError) as error:
                 raise CheckpointError(f"{paths[0]} cannot be read: {error}") from error
 
@@ -162,13 +193,14 @@ def _whole(shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
     return sum(shape[0] for shape in shapes), *shapes[0][1:]
 
 
-def _joined(pieces: Sequence[Any], wanted: slice) -> torch.Tensor:
-    """Rows `wanted` of what lies in pieces, one after the other."""
+def _joined(pieces: Sequence[Any], wanted: tuple[slice, ...]) -> torch.Tensor:
+    """The part `wanted` of what lies in pieces, rows after rows."""
     found, start = [], 0
+    rows, *others = wanted
     for piece in pieces:
         length = piece.get_shape()[0]
-        low, high = max(wanted.start - start, 0), min(wanted.stop - start, length)
+        low, high = max(rows.start - start, 0), min(rows.stop - start, length)
         if low < high:
-            found.append(piece[low:high])
+            found.append(piece[low:high, *others])
         start += length
-    return found[0] if len(found) == 1 else torch.cat(found or [pieces[0][0:0]])
+    return found[0] if len(found) == 1 else torch.cat(found or [pieces[0][0:0, *others]])

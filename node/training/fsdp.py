@@ -6,15 +6,12 @@ denominators of the loss are those of the whole step) in float32 as soon as they
 collective: who has no micro-batch left runs an idle one, with a loss of 0.
 """
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -22,17 +19,14 @@ from torch.distributed.tensor import DTensor
 from node.batching import MicroBatch, micro_batches
 from node.models import ModelBundle, load_model
 from node.routing import Routing
-from node.training.files import local, numbered, rows_of, save_settings
-from node.training.forward import States, states
+from node.training.files import local, rows_of
+from node.training.forward import States, Take, go_back, idle, states
+from node.training.whole import write_whole
 
-PART_BYTES = 4 << 30
-"""Weights are gathered and written in files of at most this, or one tensor: what the first process needs for it."""
 SMALLEST_PART = 16
 """Tokens of a micro-batch below which no more are made for the sake of even work."""
 ROOM = (1.0, 1.15, 1.3, 1.5)
 """Sizes of an even part of the work that are tried."""
-INDEX = "model.safetensors.index.json"
-FILE = "model.safetensors"
 
 
 class Shards:
@@ -92,15 +86,21 @@ class Shards:
         again = self.load(str(bundle.directory), bundle.directory.parent)
         return again.model.requires_grad_(False)
 
-    def share(self, micros: Sequence[MicroBatch]) -> Iterator[MicroBatch | None]:
-        """Every count-th micro-batch, of parts made smaller where that evens out the work; then idle ones."""
-        even = evened(micros, self.count)
-        for start in range(0, len(even), self.count):
-            yield even[start + self.rank] if start + self.rank < len(even) else None
-
-    def states(self, model: Any, micro: MicroBatch, routing: Routing | None, *, recompute: bool) -> States:
-        found: States = model(micro, routing, recompute)
-        return found
+    def run(
+        self,
+        model: Any,
+        micros: Sequence[MicroBatch],
+        take: Take,
+        *,
+        routing: Routing | None = None,
+        recompute: bool = False,
+    ) -> None:
+        for micro in dealt(micros, self.rank, self.count):
+            found = model(micro or idle(), routing, recompute)
+            if micro is not None:
+                go_back(take(micro, found))
+            elif torch.is_grad_enabled():
+                go_back(found.logprobs.mul(0.0).sum())
 
     def sum(self, tensor: torch.Tensor) -> None:
         dist.all_reduce(tensor)
@@ -111,47 +111,22 @@ class Shards:
     def gather(
         self, bundle: ModelBundle, weights: Mapping[str, torch.Tensor], directory: Path, dtype: torch.dtype
     ) -> list[str]:
-        """Have the first process write whole weights in a type, in the Hugging Face layout; the names of the files.
+        """Have the first process write whole weights in a type, in the Hugging Face layout; the names of the files."""
 
-        It goes on gathering after a failed write, since the others take part in it, and then raises what it was.
-        """
-        parts = split({name: weight.numel() * dtype.itemsize for name, weight in weights.items()})
-        files = [numbered(FILE, number, len(parts)) for number in range(len(parts))]
-        failed: Exception | None = None
-        for file, names in zip(files, parts, strict=True):
-            whole: dict[str, torch.Tensor] = {}
-            for name in names:
-                tensor = weights[name].detach().to(dtype)
-                assert isinstance(tensor, DTensor)
-                gathered = tensor.full_tensor()
-                if self.rank == 0 and failed is None:
-                    whole[name] = gathered.cpu()
-            if self.rank == 0 and failed is None:
-                try:
-                    save_file(whole, directory / file, {"format": "pt"})
-                except (OSError, SafetensorError) as error:
-                    failed = error
-        if failed is not None:
-            raise failed
-        if self.rank == 0:
-            if len(parts) > 1:
-                where = {name: file for file, names in zip(files, parts, strict=True) for name in names}
-                (directory / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": where}))
-            save_settings(bundle, directory)
-        return files
+        def gather(name: str) -> torch.Tensor | None:
+            tensor = weights[name].detach().to(dtype)
+            assert isinstance(tensor, DTensor)
+            whole = tensor.full_tensor()
+            return whole if self.rank == 0 else None
+
+        return write_whole(bundle, {name: weight.shape for name, weight in weights.items()}, gather, directory, dtype)
 
 
-def split(sizes: Mapping[str, int], most: int = PART_BYTES) -> list[list[str]]:
-    """Names in order, in parts of at most `most` bytes or of one name."""
-    parts: list[list[str]] = [[]]
-    room = most
-    for name, size in sizes.items():
-        if parts[-1] and size > room:
-            parts.append([])
-            room = most
-        parts[-1].append(name)
-        room -= size
-    return parts
+def dealt(micros: Sequence[MicroBatch], part: int, count: int) -> Iterator[MicroBatch | None]:
+    """Every count-th micro-batch, of parts made smaller where that evens out the work; then None for an idle pass."""
+    even = evened(micros, count)
+    for start in range(0, len(even), count):
+        yield even[start + part] if start + part < len(even) else None
 
 
 def evened(micros: Sequence[MicroBatch], count: int) -> Sequence[MicroBatch]:

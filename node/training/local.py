@@ -20,12 +20,12 @@ import torch
 from node.batching import MicroBatch, micro_batches
 from node.config_train import TrainConfig
 from node.interfaces import Batch, Interrupted, StepSkipped, TrainGroup, UpdateStats
-from node.memory import give_back, out_of_memory
+from node.memory import out_of_memory
 from node.models import ModelBundle, ModelError
 from node.training import files, lora
 from node.training.critic import Critic
 from node.training.dumps import dump_batch
-from node.training.forward import States, idle, sequence_logprobs
+from node.training.forward import States, Take, sequence_logprobs
 from node.training.objective import Forward, Member, StepObjective
 from node.training.optimizers import make_optimizer
 from node.training.ranks import Alone, Ranks
@@ -238,14 +238,16 @@ class LocalTrainer:
     def _look(self, objective: StepObjective, should_stop: Callable[[], bool]) -> Counts:
         """Log-probabilities, values and the reference's log-probabilities before the update. Raises Interrupted."""
         counts = Counts()
+        micros = self._micro_batches(objective, objective.members)
+
+        def keep(micro: MicroBatch, found: States) -> None:
+            _stop_if(should_stop)
+            objective.remember(micro.members, self._given(micro, found))
+            counts.tokens += micro.trie.inner
+
+        self._refer(objective, micros, should_stop)
         with torch.no_grad():
-            for micro in self.ranks.share(self._micro_batches(objective, objective.members)):
-                _stop_if(should_stop)
-                if micro is None:
-                    self._forward(idle(), reference=True)
-                    continue
-                objective.remember(micro.members, self._forward(micro, reference=True))
-                counts.tokens += micro.trie.inner
+            self._passes(micros, keep)
         for found in (objective.old, objective.values, objective.reference):
             self.ranks.sum(found)  # each process has filled in its part, and left 0 elsewhere
         return counts.summed(self.ranks)
@@ -262,21 +264,21 @@ class LocalTrainer:
         """
         objective.begin(members)
         counts = Counts()
-        for micro in self.ranks.share(self._micro_batches(objective, members)):
+        micros = self._micro_batches(objective, members)
+
+        def learn(micro: MicroBatch, found: States) -> torch.Tensor:
             _stop_if(should_stop)
-            if micro is None:
-                self._forward(idle(), reference=not self.config.looks_first).logprobs.mul(0.0).sum().backward()
-                continue
-            forward = self._forward(micro, reference=not self.config.looks_first)
-            loss, critic_loss = objective.loss(micro.members, forward)
+            loss, critic_loss = objective.loss(micro.members, self._given(micro, found))
             counts.add(Counts(loss.item(), 0.0 if critic_loss is None else critic_loss.item(), micro.trie.inner, 1))
             if critic_loss is not None:
                 loss = loss + critic_loss
             if self.ranks.count == 1:  # several go on to the end together
                 counts.check()
-            loss.backward()
-            del forward, loss
-            give_back()
+            return loss
+
+        if not self.config.looks_first:
+            self._refer(objective, micros, should_stop)
+        self._passes(micros, learn)
         objective.end(self.ranks.sum)
         counts = counts.summed(self.ranks)
         counts.check()
@@ -318,25 +320,29 @@ class LocalTrainer:
 
     def logprobs(self, groups: Sequence[TrainGroup]) -> list[list[tuple[float, ...]]]:
         """log-probability of every sequence token under the current policy; [group][sequence][token]."""
-        return sequence_logprobs(
-            groups, self.budget, self._states, merge=self.merge, share=self.ranks.share, add_up=self.ranks.sum
-        )
+        return sequence_logprobs(groups, self.budget, self._passes, merge=self.merge, add_up=self.ranks.sum)
 
-    def _forward(self, micro: MicroBatch, *, reference: bool) -> Forward:
-        """One pass over a micro-batch, and one of the frozen reference where there is one and it is asked for."""
-        own = self._states(micro)
-        values = None if self.critic is None else self.critic(own.states)[own.drawn]
-        known = None
-        if reference and self.reference is not None:
-            with torch.no_grad(), lora.switched_off(self.reference):
-                # another policy: its routers choose for themselves
-                known = self.ranks.states(self.reference, micro, None, recompute=False).logprobs
-        return Forward(own.logprobs, own.entropy, values, known)
+    def _passes(self, micros: Sequence[MicroBatch], take: Take) -> None:
+        """Of the policy."""
+        routing = None if self.config.routing_replay == "off" else self.bundle.routing
+        self.ranks.run(self.model, micros, take, routing=routing, recompute=self.recompute)
 
-    def _states(self, micro: MicroBatch) -> States:
-        """A pass of the policy."""
-        routing = None if self.config.routing_replay == "off" or not micro.groups else self.bundle.routing
-        return self.ranks.states(self.model, micro, routing, recompute=self.recompute)
+    def _refer(self, objective: StepObjective, micros: Sequence[MicroBatch], should_stop: Callable[[], bool]) -> None:
+        """Passes of the frozen reference, where there is one: another policy, whose routers choose for themselves."""
+        if self.reference is None:
+            return
+
+        def keep(micro: MicroBatch, found: States) -> None:
+            _stop_if(should_stop)
+            objective.refer(micro.members, found.logprobs)
+
+        with torch.no_grad(), lora.switched_off(self.reference):
+            self.ranks.run(self.reference, micros, keep)
+
+    def _given(self, micro: MicroBatch, found: States) -> Forward:
+        """What the objective is made of, from a pass over `micro`."""
+        values = None if self.critic is None else self.critic(found.states)[found.drawn]
+        return Forward(found.logprobs, found.entropy, values)
 
     # -- files -------------------------------------------------------------------------------------------------
 

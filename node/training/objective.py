@@ -25,16 +25,15 @@ class Forward(NamedTuple):
     """Of the distribution each token was drawn from, in nats."""
     values: Tensor | None
     """The critic's, before each token."""
-    reference: Tensor | None
-    """log-probabilities under the frozen reference."""
 
 
 class StepObjective:
     """All completions of one step as flat tensors [N], token after token, sequence after sequence.
 
     In order: `remember` what a pass over all of them gave (only if `config.looks_first`), `judge` once; then for each
-    optimizer step `begin` with its completions, call `loss` once per micro-batch, and `end`. The losses add up to the
-    loss of the optimizer step, because a token's weight is taken over all of its completions.
+    optimizer step `begin` with its completions, call `loss` once per micro-batch, and `end`. `refer` comes before what
+    needs the reference. The losses add up to the loss of the optimizer step, because a token's weight is taken over all
+    of its completions.
     """
 
     def __init__(self, config: TrainConfig, groups: Sequence[TrainGroup], device: torch.device) -> None:
@@ -79,8 +78,10 @@ class StepObjective:
         self.old[at] = forward.logprobs
         if forward.values is not None:
             self.values[at] = forward.values
-        if forward.reference is not None:
-            self.reference[at] = forward.reference
+
+    def refer(self, members: Sequence[Member], logprobs: Tensor) -> None:
+        """Keep the log-probabilities of some of `members` under the frozen reference."""
+        self.reference[self._places(members)[0]] = logprobs
 
     def judge(self) -> list[Member]:
         """Compute the advantages; returns the completions of all groups that teach something."""
@@ -118,7 +119,7 @@ class StepObjective:
         at, sequence = self._places(members)
         mask, advantages, mu = self.mask[at], self.advantages[at], self.mu[at]
         if not config.looks_first:
-            self.remember(members, Forward(logprobs.detach(), forward.entropy, None, forward.reference))
+            self.remember(members, Forward(logprobs.detach(), forward.entropy, None))
         old = self.old[at]
         losses, clipped = LOSSES[config.loss](logprobs, old, advantages, sequence, mask, config)
         if self.teacher is not None:

@@ -1,11 +1,11 @@
 """How the passes of an update are divided between processes that hold one model together: the local trainer's seam.
 
-With shards, every pass gathers weights from all processes, so all of them must make the same number of passes: what
-one of them leaves out, the others wait for without end.
+With shards, every pass needs all processes, so all of them must make the same number of passes: what one of them
+leaves out, the others wait for without end.
 """
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -14,8 +14,8 @@ import torch
 from node.batching import MicroBatch
 from node.models import ModelBundle, load_model
 from node.routing import Routing
-from node.training import files
-from node.training.forward import States, states
+from node.training import files, forward
+from node.training.forward import Take
 from node.training.weights import Weights
 
 
@@ -50,14 +50,22 @@ class Ranks(Protocol):
     def reference(self, bundle: ModelBundle, *, untrained: bool) -> Any:
         """The model as it was loaded, frozen; `untrained`: the bundle's still is."""
 
-    def share(self, micros: Sequence[MicroBatch]) -> Iterator[MicroBatch | None]:
-        """This process's part of the micro-batches; None for a pass that others need and it has no work for."""
+    def run(
+        self,
+        model: Any,
+        micros: Sequence[MicroBatch],
+        take: Take,
+        *,
+        routing: Routing | None = None,
+        recompute: bool = False,
+    ) -> None:
+        """Passes of a model over this process's part of micro-batches (node/training/forward.py); all call it alike.
 
-    def states(self, model: Any, micro: MicroBatch, routing: Routing | None, *, recompute: bool) -> States:
-        """A pass of a model (node/training/forward.py)."""
+        `take` is called where a pass ends, once for each micro-batch among all the parts.
+        """
 
     def sum(self, tensor: torch.Tensor) -> None:
-        """Add up a tensor over the processes, in place."""
+        """Add up a tensor over the parts, in place: each has put in what its `take` saw, and 0 elsewhere."""
 
     def save_model(self, bundle: ModelBundle, weights: Mapping[str, torch.Tensor], directory: Path) -> None:
         """Write all that inference needs."""
@@ -80,11 +88,16 @@ class Alone:
         again = load_model(str(bundle.directory), device=device, dtype=kind, models=bundle.directory.parent)
         return again.model.requires_grad_(False)
 
-    def share(self, micros: Sequence[MicroBatch]) -> Iterator[MicroBatch | None]:
-        yield from micros
-
-    def states(self, model: Any, micro: MicroBatch, routing: Routing | None, *, recompute: bool) -> States:
-        return states(model, micro, routing, recompute=recompute)
+    def run(
+        self,
+        model: Any,
+        micros: Sequence[MicroBatch],
+        take: Take,
+        *,
+        routing: Routing | None = None,
+        recompute: bool = False,
+    ) -> None:
+        forward.run(model, micros, take, routing=routing, recompute=recompute)
 
     def sum(self, tensor: torch.Tensor) -> None:
         """There is nothing to add."""

@@ -5,7 +5,7 @@ a third of the work comes on top. transformers' own switch wants a model in trai
 """
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,15 +16,14 @@ from node.routing import Routing
 
 
 @contextmanager
-def recomputed(model: Any, routing: Routing | None) -> Iterator[None]:
-    """A forward pass with gradients inside this keeps layers' inputs only. Without gradients it changes nothing.
+def recomputed(layers: Iterable[Any], routing: Routing | None) -> Iterator[None]:
+    """A forward pass with gradients inside this keeps the inputs of these layers only; without, it changes nothing.
 
     What routers are told to choose holds for the second time, too, when `routing.told` is long another row's.
     """
     if not torch.is_grad_enabled():
         yield
         return
-    layers = model.base_model.layers
     told = None if routing is None else routing.told
     for layer in layers:
         again = functools.partial(_told, routing, told, layer.forward)

@@ -38,8 +38,12 @@ from node.training.worker_wire import (
 )
 
 if TYPE_CHECKING:
+    import torch
+
+    from node.config_train import TrainConfig
     from node.training.fsdp import Shards
     from node.training.local import LocalTrainer
+    from node.training.megatron import Megatron
 
 log = logging.getLogger(__name__)
 
@@ -123,7 +127,6 @@ def _serve(connection: Connection) -> None:
     from node.config_train import TrainConfig
     from node.device import use_threads
     from node.memory import share_gpu
-    from node.training.fsdp import Shards
     from node.training.local import LocalTrainer
 
     setup = connection.setup
@@ -140,16 +143,27 @@ def _serve(connection: Connection) -> None:
         world_size=setup.count,
         timeout=timedelta(seconds=setup.seconds),
     )
-    shards = Shards(device, {"float32": torch.float32, "bfloat16": torch.bfloat16}[setup.dtype])
-    bundle = shards.load(setup.model, Path(setup.models))
     config = TrainConfig.model_validate(setup.train)
+    shards = _ranks(config, device, {"float32": torch.float32, "bfloat16": torch.bfloat16}[setup.dtype], setup.seconds)
+    bundle = shards.load(setup.model, Path(setup.models))
     trainer = LocalTrainer(bundle, config, dumps=Path(setup.dumps), ranks=shards)
     connection.send(Done(trainer.step))
     while True:
         connection.send(_answer(connection.next(), trainer, shards))
 
 
-def _answer(command: Command, trainer: "LocalTrainer", shards: "Shards") -> Done | Failed:
+def _ranks(config: "TrainConfig", device: "torch.device", dtype: "torch.dtype", seconds: float) -> "Shards | Megatron":
+    """All workers together, by `train.backend`."""
+    if config.backend == "megatron":
+        from node.training.megatron import Megatron
+
+        return Megatron(device, dtype, config, seconds)
+    from node.training.fsdp import Shards
+
+    return Shards(device, dtype)
+
+
+def _answer(command: Command, trainer: "LocalTrainer", shards: "Shards | Megatron") -> Done | Failed:
     """Do it; what all workers fail at alike, or without waiting for each other, is told and no more."""
     from safetensors import SafetensorError
 
@@ -170,7 +184,7 @@ def _answer(command: Command, trainer: "LocalTrainer", shards: "Shards") -> Done
         raise
 
 
-def _done(command: Command, trainer: "LocalTrainer", shards: "Shards") -> Done:
+def _done(command: Command, trainer: "LocalTrainer", shards: "Shards | Megatron") -> Done:
     from node.config_train import TrainConfig
     from node.engines.vllm_weights import digest
 

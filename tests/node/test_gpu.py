@@ -132,6 +132,42 @@ def test_two_gpus_train_as_one_does(dtype: Kind, tmp_path: Path) -> None:
         trainer.close()
 
 
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize(
+    ("kind", "division"),
+    [
+        ("qwen3", {"tensor_parallel": 2}),
+        ("qwen3", {"pipeline_parallel": 2}),
+        ("qwen3", {}),
+        ("mixtral", {"expert_parallel": 2}),
+    ],
+)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_megatron_on_two_gpus_trains_as_one_does(
+    kind: str, division: dict[str, Any], dtype: Kind, tiny_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    """By NCCL, with Megatron's real streams: what tests/node/megatron shows on a CPU."""
+    pytest.importorskip("megatron.core", reason="needs shoal[megatron]")
+    path = str(tiny_model(kind, num_hidden_layers=4, tie_word_embeddings=False, sliding_window=None))
+    settings: dict[str, Any] = {"learning_rate": 1e-5, "tokens_per_micro_batch": 256}
+    one = load_model(path, device="cuda:0", dtype=dtype, models=tmp_path)
+    local = LocalTrainer(one, TrainConfig(**settings), dumps=tmp_path)
+    node = load_model(path, device="cpu", dtype=dtype, models=tmp_path)
+    workers = Workers(WorkerPlan(2, "cuda", dtype, path, tmp_path, 2, 0.0, tmp_path, tmp_path / "trainer.log"))
+    config = TrainConfig(**settings, **division, shards=2, backend="megatron")
+    trainer = ShardedTrainer(node, config, workers, handover=tmp_path / "handover", seconds=lambda: 300.0)
+    trainer.start()
+    near = 1e-4 if dtype == "float32" else 5e-2
+    try:
+        for step in (1, 2, 3):
+            given = batch(step, 250)
+            theirs, ours = local.update(given), trainer.update(given)
+            assert ours.loss == pytest.approx(theirs.loss, rel=near, abs=near)
+            assert ours.grad_norm == pytest.approx(theirs.grad_norm, rel=near)
+    finally:
+        trainer.close()
+
+
 @pytest.fixture
 def device() -> Iterator[Device]:
     made = Device()

@@ -144,6 +144,20 @@ def test_shards_hold_their_rows_and_gather_layers() -> None:
     assert plan.total == 8_000_000_000 * (4 + 8 + 4) + update
 
 
+def test_megatron_holds_a_part_and_its_copies_and_gathers_nothing() -> None:
+    eight = Machine(512 * GB, (Gpu("H200", 140 * GB),) * 8, "/usr/bin/vllm")
+    division = {"shards": 8, "backend": "megatron", "pipeline_parallel": 2}
+    kept = 640 * (32 * 4096 + 8192 + 18432) * 2
+    given = config(train={**division, "tensor_parallel": 2, "kl_coefficient": 0.1}, rollout={"engine": "transformers"})
+    plan = plan_memory(given, EIGHT_B, eight, choose_engine(given, eight), torch.bfloat16)
+    part = 2_000_000_000  # two replicas of four: they hold the same
+    rollouts = 8_000_000_000 * 2 + EIGHT_B.kv_bytes * 1024
+    assert plan.total == part * (4 + 8 + 2 + 2) + 8_000_000_000 * 2 + max(part * 4 + kept, rollouts - 16_000_000_000)
+    assert str(plan).startswith("a part of 32-bit weights 7.5 + a part of optimizer 14.9 + a part of weights 3.7 + ")
+    mixture = dataclasses.replace(EIGHT_B, experts=6_000_000_000)
+    assert mixture.divided(config(train={**division, "expert_parallel": 4}).train) == 10**9 + 6 * 10**9 // 8
+
+
 def test_shards_and_vllm_are_apart_only_where_they_share_no_gpu() -> None:
     four = {"shards": 4}
     shared = config(train=four, engine={"gpus": "3,4"})

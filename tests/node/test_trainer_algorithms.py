@@ -18,6 +18,7 @@ from node.config_train import TrainConfig
 from node.interfaces import Batch, Interrupted, StepSkipped, TrainGroup, TrainSequence
 from node.models import load_model
 from node.training.critic import Critic
+from node.training.forward import States
 from node.training.local import LocalTrainer
 from node.training.objective import Forward
 
@@ -158,18 +159,17 @@ def test_the_second_step_has_the_golden_loss(
         TrainSequence((10 + i, 20 + i, 30 + i), mask, reward, None)
         for i, (mask, reward) in enumerate(zip(masks, rewards, strict=True))
     )
-    real, seen = trainer._forward, list[float]()
+    real, seen = trainer._given, list[float]()
 
-    def forward(micro: MicroBatch, *, reference: bool) -> Forward:
-        found = real(micro, reference=reference)
+    def given(micro: MicroBatch, found: States) -> Forward:
         rows = GOLDEN["logp" if torch.is_grad_enabled() else "old"]
         values = torch.tensor([value for _, s in micro.members for value in rows[s]])
-        return found._replace(logprobs=values + 0 * found.logprobs)
+        return real(micro, found._replace(logprobs=values + 0 * found.logprobs))
 
     def note(*_: object) -> float:
         return seen.append(1.0) or 1.0
 
-    monkeypatch.setattr(trainer, "_forward", forward)
+    monkeypatch.setattr(trainer, "_given", given)
     monkeypatch.setattr(trainer, "_apply_gradients", note)
     stats = trainer.update(Batch(1, (TrainGroup((5, 6), sequences, "own"),)))
     assert len(seen) == 2

@@ -1,5 +1,6 @@
 """Which followers' groups a leader uses: fresh ones, whose log-probabilities are those of the version they claim."""
 
+import functools
 import time
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -16,7 +17,7 @@ from node.interfaces import Message, Task, TrainGroup, TrainSequence
 from node.models import ModelBundle, decode, encode_completion, render_prompt
 from node.progress import Progress
 from node.rollouts import train_group
-from node.training.forward import sequence_logprobs, states
+from node.training.forward import run, sequence_logprobs
 from protocol.manifest import embedded_manifest
 from protocol.policy import claiming
 from protocol.rejection import Reason, Rejected
@@ -115,7 +116,7 @@ def sampled(lead: Lead, model: ModelBundle, version: int, *, shift: float = 0.0,
     texts = ["one answer", "another one", "and a third", "four"]
     ids = [encode_completion(model, text, "stop") for text in texts]
     group = TrainGroup(prompt, tuple(TrainSequence(i, (True,) * len(i), 0.0, None) for i in ids), "foreign")
-    (rows,) = sequence_logprobs([group], 512, lambda micro: states(model.model, micro))
+    (rows,) = sequence_logprobs([group], 512, functools.partial(run, model.model))
     chance = torch.Generator().manual_seed(version)
     noisy = [[min(0.0, p + shift + noise * float(torch.randn((), generator=chance))) for p in row] for row in rows]
     state = next(name for name, number in lead.publisher.versions.items() if number == version)

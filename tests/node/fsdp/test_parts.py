@@ -1,5 +1,6 @@
 """What needs no processes: how work, rows and files are divided, the wire, and memory that ran out."""
 
+import itertools
 import os
 import socket
 from collections.abc import Callable, Iterator, Sequence
@@ -9,7 +10,9 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import save_file
+from torch.distributed.tensor import Replicate, Shard
 
 from node.batching import micro_batches
 from node.checkpoint import CheckpointError
@@ -18,8 +21,9 @@ from node.engines.vllm_weights import digest
 from node.interfaces import TrainerLost
 from node.models import ModelError, load_model
 from node.training import files
-from node.training.fsdp import evened, split
+from node.training.fsdp import evened
 from node.training.sharded import ShardedTrainer, load_in_place
+from node.training.whole import split
 from node.training.worker_wire import LENGTH, MAX_FRAME, Beat, Done, Failed, Frames, Memory, Reply, WireError, frame
 from node.training.workers import WorkersLost
 from tests.node.fsdp.conftest import batch
@@ -47,6 +51,36 @@ def test_rows_are_dealt_as_torch_chunks_them() -> None:
             for rank in range(count):
                 theirs = chunks[rank].tolist() if rank < len(chunks) else []
                 assert list(range(length))[files.rows_of(length, rank, count)] == theirs
+
+
+class Mesh:
+    """Of two axes, as one process sees it."""
+
+    def __init__(self, place: tuple[int, int], sizes: tuple[int, int]) -> None:
+        self.place, self.sizes = place, sizes
+
+    def get_local_rank(self, axis: int) -> int:
+        return self.place[axis]
+
+    def size(self, axis: int) -> int:
+        return self.sizes[axis]
+
+
+def test_a_part_is_found_however_a_tensor_is_shared_out(tmp_path: Path) -> None:
+    whole = torch.arange(35.0).reshape(7, 5)
+    paths = [tmp_path / files.numbered("w.safetensors", at, 2) for at in range(2)]
+    save_file({"w": whole[:4].contiguous()}, paths[0])
+    save_file({"w": whole[4:].contiguous()}, paths[1])
+    ways = ([Replicate(), Shard(1)], [Shard(0), Shard(1)], [Shard(0), Shard(0)], [Replicate(), Replicate()])
+    for way in ways:
+        found = torch.zeros_like(whole)
+        for place in itertools.product(range(2), range(3)):
+            here = files.placed(whole.shape, way, Mesh(place, (2, 3)))  # type: ignore[arg-type]
+            with safe_open(paths[0], "pt") as first, safe_open(paths[1], "pt") as second:
+                part = files._joined([first.get_slice("w"), second.get_slice("w")], here)
+            assert torch.equal(part, whole[here])
+            found[here] = part
+        assert torch.equal(found, whole)
 
 
 def test_weights_go_into_files_of_a_bounded_size() -> None:
