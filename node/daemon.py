@@ -15,7 +15,7 @@ from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, NoReturn
 
 from node.addresses import caution, reachable
-from node.averaging import CAUTION
+from node.averaging import CAUTION, make_finding
 from node.changing import Change, change
 from node.device import Device
 from node.federation.parts import make_following, make_leading, make_teaching, peer_teacher
@@ -249,6 +249,8 @@ class Daemon:
         if parts.averaging is not None:
             self.history.event("warning", "averaging", CAUTION)
             services.create_task(self._told(parts.averaging.averager.run()), name="averaging")
+            if finding := make_finding(parts, private=self.home.swarm().psk is not None):
+                services.create_task(self._told(finding.run()), name="averagers")
         await self.loop.recover()
         if leading is not None:
             services.create_task(self._told(leading.publisher.run()), name="policy")

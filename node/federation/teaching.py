@@ -4,6 +4,7 @@ The teacher answers with its present policy between two pieces of its own work; 
 batch before the step is journalled (node/training/distill.py says what they are for).
 """
 
+import functools
 import logging
 import math
 from collections.abc import Callable, Sequence
@@ -11,7 +12,7 @@ from collections.abc import Callable, Sequence
 from node.device import Device
 from node.interfaces import TeacherError, TrainGroup, TrainSequence
 from node.models import ModelBundle
-from node.training.forward import sequence_logprobs, states
+from node.training.forward import run, sequence_logprobs
 from protocol.messages import Digest
 from protocol.teaching import (
     MAX_TEACH_ANSWERS,
@@ -63,7 +64,7 @@ class Teaching:
             )
             for group in request.groups
         ]
-        found = sequence_logprobs(groups, self._budget, lambda micro: states(self._bundle.model, micro))
+        found = sequence_logprobs(groups, self._budget, functools.partial(run, self._bundle.model))
         values = [value for rows in found for row in rows for value in row]
         if not all(map(math.isfinite, values)):
             return TeachAnswer(self._bundle.name[:64], self._step(), b"", "the teacher's log-probs are not finite")
