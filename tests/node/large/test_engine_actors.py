@@ -13,6 +13,8 @@ from node.engines.vllm_server import Pauses, ServerPlan
 from node.large.engine_actors import EngineActor, RayServer, without_devices
 from node.large.room import Bundle
 
+pytestmark = pytest.mark.network
+
 PROGRAM = '''#!{python}
 """Stands for `vllm`: tells what it was started with."""
 import os, sys

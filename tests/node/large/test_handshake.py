@@ -16,6 +16,8 @@ from node.large import handshake, tunnel
 from node.large.handshake import DIAL, MAX_NAME, NONCE_BYTES, Stranger, answer, dial, new_secret, proof
 from node.large.tunnel import FarEnd, NearEnd
 
+pytestmark = pytest.mark.network
+
 SECRET = bytes(range(32))
 
 

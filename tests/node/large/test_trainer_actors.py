@@ -21,6 +21,8 @@ from node.training.launching import LaunchFailed
 from node.training.worker_wire import Done, Memory
 from node.training.workers import WorkerPlan, Workers, WorkersLost
 
+pytestmark = pytest.mark.network
+
 STAND_IN = """
 import os, socket, sys
 import msgspec
