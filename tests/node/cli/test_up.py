@@ -56,7 +56,7 @@ def test_up_initialises_an_empty_home_and_founds_a_swarm(
     assert caplog.messages[0] == f"New node {home.identity().peer_id} in {home.path}"
     [((used, settings), options)] = calls
     assert used.path == home.path
-    assert (settings.config.web.port, options) == (0, {"steps": 3, "stay": False, "as_json": False})
+    assert (settings.config.web.port, options) == (0, {"steps": 3, "stay": False, "as_json": False, "cluster": None})
     assert home.manifest() is not None
 
 
@@ -72,6 +72,25 @@ def test_up_joins(run: Run, home: Home, calls: Any, monkeypatch: pytest.MonkeyPa
     assert run("--home", home.path, "up", "--set", "web.port=0").exit_code == 0
     assert home.swarm() == second
     assert len(calls) == 2
+
+
+def test_up_takes_a_cluster_file(run: Run, home: Home, tmp_path: Path, calls: Any) -> None:
+    file = tmp_path / "cluster.toml"
+    file.write_text("[trainer]\nworkers = 4\n[engines]\nnumber = 2\n")
+    assert run("--home", home.path, "up", "--set", "web.port=0", "--large", file).exit_code == 0
+    [((_, settings), options)] = calls
+    assert (options["cluster"].engines.number, options["cluster"].trainer.workers) == (2, 4)
+    assert (settings.config.train.shards, settings.config.rollout.engine) == (4, "vllm")
+    assert settings.sources["train.shards"] == "flag"
+
+    refused = run("--home", home.path, "up", "--large", file, "--set", "train.shards=2")
+    assert (refused.exit_code, "by which it is 4" in refused.output) == (2, True)
+    file.write_text("[trainer]\nworkers = 0\n")
+    refused = run("--home", home.path, "up", "--large", file)
+    assert (refused.exit_code, "trainer.workers = 0" in refused.output) == (2, True)
+    alone = run("--home", home.path, "up", "--plan")
+    assert (alone.exit_code, "give --large FILE" in alone.output) == (2, True)
+    assert len(calls) == 1
 
 
 def link_of_version_3() -> str:
