@@ -21,6 +21,7 @@ from web.view import NotFound, SettingOverridden, SettingRefused
 
 if TYPE_CHECKING:
     from node.daemon import Daemon
+    from node.loop import Loop
 
 log = logging.getLogger(__name__)
 
@@ -48,7 +49,7 @@ class DaemonView:
             "state": state,
             "reason": node.home.hints(reason),
             "next": node.home.hints(following),
-            "step": max(node.loop.parts.trainer.step, node.loop.saved or 0) if node.loop else last.get("step", 0),
+            "step": _step(node.loop, last.get("step", 0)),
             "reward": last.get("reward"),
             "reward_start": (first or {}).get("reward"),
             "held_out": node.history.held_out_latest(),
@@ -229,6 +230,15 @@ class DaemonView:
 
     def stop(self) -> None:
         self.node.request_stop()
+
+
+def _step(loop: "Loop | None", last: int) -> int:
+    """The node's step; until it has recovered, the `last` one in its history, which it goes on from."""
+    if loop is None:
+        return last
+    if loop.following is None and loop.saved is None:
+        return max(loop.parts.trainer.step, last)
+    return max(loop.parts.trainer.step, loop.saved or 0)
 
 
 def _policy_version(node: "Daemon") -> int | None:

@@ -35,8 +35,13 @@ def show(session: Session, key: str | None) -> None:
     if session.as_json:
         emit(values)
         return
-    rows = [(name, entry["value"], entry["source"], entry["help"]) for name, entry in values.items()]
+    rows = [(name, entry["value"], entry["source"], explained(entry)) for name, entry in values.items()]
     table(session, ["key", "value", "source", "what it is"], rows, "")
+
+
+def explained(entry: Mapping[str, Any]) -> str:
+    """What a setting is, and what there is to choose from."""
+    return f"{entry['help']} ({' | '.join(entry['choices'])})" if entry["choices"] else str(entry["help"])
 
 
 @config.command(name="set")

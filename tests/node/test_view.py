@@ -18,7 +18,7 @@ from node.interfaces import Message, Task
 from node.models import ModelBundle, decode, encode_completion, load_model
 from node.progress import Progress
 from node.scorer import ScorerError
-from node.view import DaemonView
+from node.view import DaemonView, _step
 from node.view_group import completions, pieces, task_of
 from protocol.assignment import own_task, shared_task
 from protocol.manifest import embedded_manifest
@@ -236,6 +236,19 @@ def test_series_and_events_are_those_of_the_history(tmp_path: Path, clock: Any) 
     assert is_as_described("Series", shown.series(400, None, None))
     assert (shown.series(400, 1, 1)["environments"], shown.event_range()) == ({"sums": [0.5]}, (1, 1))
     history.close()
+
+
+@pytest.mark.parametrize(
+    ("trained", "saved", "following", "step"),
+    [(0, None, None, 40), (41, None, None, 41), (0, 41, None, 41), (42, 41, None, 42), (7, None, "a leader", 7)],
+)
+def test_the_step_of_a_node_that_has_not_recovered_is_its_last_one(
+    trained: int, saved: int | None, following: str | None, step: int
+) -> None:
+    parts = SimpleNamespace(trainer=SimpleNamespace(step=trained))
+    loop: Any = SimpleNamespace(parts=parts, saved=saved, following=following)
+    assert _step(loop, 40) == step
+    assert _step(None, 40) == 40
 
 
 def test_shared_tasks_are_known_by_their_seed() -> None:

@@ -185,3 +185,9 @@ def test_env(run: Run, home: Home) -> None:
     assert (checked.exit_code, json.loads(checked.stdout)["ok"]) == (0, True)
     unknown = run("--home", home.path, "env", "show", "chain_sun")
     assert (unknown.exit_code, "did you mean chain_sum?" in unknown.stderr) == (1, True)
+
+
+def test_the_settings_say_what_there_is_to_choose_from(run: Run, home: Home) -> None:
+    shown = run("--home", home.path, "config", "show", "coordinator").stdout
+    assert "(measured | manifest)" in next(line for line in shown.splitlines() if line.startswith("coordinator.mix "))
+    assert "|" not in next(line for line in shown.splitlines() if line.startswith("coordinator.tasks "))
