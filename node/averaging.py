@@ -22,6 +22,7 @@ from node.models import ModelError
 from node.training import outer
 from node.training.local import LocalTrainer
 from node.training.outer import NoOuterStep, Outer, OuterStats
+from swarm.averager_finding import AveragerFinding
 from swarm.averaging import Averager, Contributions, NotAveraged
 from swarm.averaging_wire import Setup
 
@@ -152,6 +153,26 @@ def _clipped(norm: float, limit: float) -> str:
     if math.isinf(norm):
         return " (not finite: left out)"
     return f" (clipped to {limit:.3g})" if norm > limit else ""
+
+
+def make_finding(parts: "Parts", *, private: bool) -> AveragerFinding | None:
+    """What finds the averagers of the swarm's other nodes, serving from now on; None in a swarm that anybody may join:
+    there they are named by hand (`averaging.peers`)."""
+    p = parts
+    if p.averaging is None or not (private or p.manifest.listed_only):
+        return None
+    finding = AveragerFinding(
+        p.exchange.transport,
+        p.averaging.averager,
+        p.exchange.accounts,
+        p.clock,
+        swarm=p.manifest.digest,
+        rounds=p.averaging.averager.rounds,
+        request_timeout=p.config.network.request_timeout,
+        refused=p.rounds.access.refused if p.rounds else lambda peer: False,
+    )
+    finding.serve_on(p.exchange.transport)
+    return finding
 
 
 def make_averaging(

@@ -28,7 +28,8 @@ from node.home import Home
 from protocol.identity import Identity, IdentityError
 from swarm.database import copy_database
 
-FORMAT = 1
+FORMAT = 2
+"""1, of Shoal before federation, has no following.json; nothing else is different."""
 INDEX = "backup.json"
 SMALL = (
     "identity.key", "config.toml", "manifest.bin", "invite", "listen.port", "listed", "paused", "following.json"
@@ -74,8 +75,12 @@ class Contents:
 def backup(
     home: Home, file: Path, *, checkpoint: bool, history: bool, clock: Callable[[], float], say: Say
 ) -> Contents:
-    """Write a home into a new archive; a running node is not disturbed. Raises BackupError, StoreError, OSError."""
+    """Write a home into a new archive; a running node is not disturbed. Raises BackupError, StoreError, OSError.
+
+    A coordinator's history is always in it: without its log it would sign anew, and be found to equivocate.
+    """
     home.require()
+    history = history or home.coordinates()
     if file.exists():
         raise BackupError(f"{file} is there already ; give another file name")
     if not file.parent.is_dir():
@@ -241,8 +246,12 @@ def _check(archive: zipfile.ZipFile, file: Path, home: Home) -> Contents:
     try:
         told: dict[str, Any] = json.loads(_read(archive, INDEX, MAX_INDEX))
         form = told["format"]
-        if form != FORMAT:
-            raise BackupError(f"{file} is of format {form}, this Shoal reads {FORMAT} ; restore it with a newer Shoal")
+        if type(form) is not int or form < 1:
+            raise BackupError(bad.format(f"format {str(form)[:20]!r}"))
+        if form > FORMAT:
+            raise BackupError(
+                f"{file} is of format {form}, this Shoal reads 1 to {FORMAT} ; restore it with a newer Shoal"
+            )
         members = {str(name): (int(size), str(digest)) for name, (size, digest) in told["members"].items()}
         contents = Contents(str(told["peer_id"]), float(told["made"]), str(told["shoal"]), members)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, zipfile.BadZipFile) as error:

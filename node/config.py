@@ -131,6 +131,12 @@ class FederationConfig(Section):
     spot_check: float = Field(
         0.1, ge=0, le=1, description="share of followers' groups whose log-probs are computed again before use"
     )
+    teach: bool = Field(
+        False, description="tell members what this node's policy thinks of their tokens (train.distill_teacher)"
+    )
+    teach_tokens: int = Field(
+        200_000, ge=1000, le=10**9, description="tokens a minute that one peer may ask the teacher about"
+    )
 
     @model_validator(mode="after")
     def one_side(self) -> "FederationConfig":
@@ -203,6 +209,11 @@ class CoordinatorConfig(Section):
     samples: int = Field(1, ge=1, le=16, description="completions of each held-out task")
     mix: Literal["measured", "manifest"] = Field(
         "measured", description="weights of environments: by measured pass rate, or the manifest's"
+    )
+    from_network: int = Field(
+        16,
+        ge=0,
+        description="new members an hour from one network (/24, /48 of IPv6) into an open swarm; 0: any number",
     )
     patience: float = Field(30.0, gt=0, description="seconds of a leader's silence until a standby takes over")
 

@@ -2,9 +2,9 @@
 
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from node.config_types import Decay, Section, Texts, split_commas
+from node.config_types import Decay, Section, Texts, split_commas, teacher
 
 
 class TrainConfig(Section):
@@ -114,9 +114,10 @@ class TrainConfig(Section):
     )
 
     # a teacher
-    distill_teacher: str = Field(
+    distill_teacher: Annotated[str, AfterValidator(teacher)] = Field(
         "",
-        description="model to learn from besides rewards: a directory, 'embedded' or a vLLM server's URL; empty: none",
+        description="model to learn from besides rewards: a directory, 'embedded', a vLLM server's URL, or "
+        "peer:PEER_ID of a node with federation.teach; empty: none",
     )
     distill_coefficient: float = Field(1.0, gt=0, description="weight of the reverse KL to the teacher")
 

@@ -35,6 +35,19 @@ def signing_peer(peer: str) -> str:
     return peer
 
 
+PEER = "peer:"
+"""What a teacher begins with that is another node."""
+
+
+def teacher(name: str) -> str:
+    """A directory, a server's URL, or PEER and a peer id."""
+    if name.startswith(PEER):
+        if name == PEER:
+            raise ValueError("peer: names no node; write peer:PEER_ID, which `shoal id` prints there")
+        signing_peer(name.removeprefix(PEER))
+    return name
+
+
 def announced(address: str) -> str:
     check_address(address.partition("/p2p/")[0])
     return address

@@ -15,19 +15,22 @@ from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, NoReturn
 
 from node.addresses import caution, reachable
-from node.averaging import CAUTION
+from node.averaging import CAUTION, make_finding
 from node.changing import Change, change
 from node.device import Device
-from node.federation.parts import make_following, make_leading
+from node.federation.parts import make_following, make_leading, make_teaching, peer_teacher
 from node.history import History
 from node.holding import Holding
 from node.home import DaemonInfo, Home
 from node.interfaces import Trainer
 from node.joining import keep_port, know_manifest, listen_address
+from node.large.cluster_file import Cluster
+from node.large.node import LargeNode, plan_large
+from node.large.ray_cluster import RayCluster
 from node.leaving import STOP_SECONDS, innermost, leave
 from node.limits import local_zone
 from node.loop import Loop
-from node.making import make_parts, start_engine
+from node.making import make_parts, start_engines
 from node.models import ModelBundle
 from node.oddities import oddities
 from node.progress import Progress
@@ -58,19 +61,34 @@ class Stopped(Exception):
 
 
 def run(
-    home: Home, settings: Settings, *, steps: int | None = None, stay: bool = False, as_json: bool = False
+    home: Home,
+    settings: Settings,
+    *,
+    steps: int | None = None,
+    stay: bool = False,
+    as_json: bool = False,
+    cluster: Cluster | None = None,
 ) -> NoReturn:
     """Run a node until it is stopped or, without `stay`, has done `steps` updates; ends the process.
 
-    The caller holds the home's lock. `as_json`: print how it ended.
+    The caller holds the home's lock. `as_json`: print how it ended; `cluster`: have Ray place its parts.
     """
-    leave(home, asyncio.run(Daemon(home, settings, clock=time.time, as_json=as_json).main(steps, stay)))
+    daemon = Daemon(home, settings, clock=time.time, as_json=as_json, cluster=cluster)
+    leave(home, asyncio.run(daemon.main(steps, stay)))
 
 
 class Daemon:
     """One node's life in one process."""
 
-    def __init__(self, home: Home, settings: Settings, *, clock: Callable[[], float], as_json: bool = False) -> None:
+    def __init__(
+        self,
+        home: Home,
+        settings: Settings,
+        *,
+        clock: Callable[[], float],
+        as_json: bool = False,
+        cluster: Cluster | None = None,
+    ) -> None:
         self.home, self.settings, self.config, self.clock = home, settings, settings.config, clock
         self.wanted = settings.config
         """What the next start would have: `shoal config set` may have changed what this process cannot."""
@@ -98,6 +116,9 @@ class Daemon:
         self.bundle: ModelBundle | None = None
         self.engine = ""
         """Which engine samples, and why."""
+        self.cluster = cluster
+        self.large: LargeNode | None = None
+        """Once Ray has room for its parts, where `cluster` says that it places them."""
         self.scorer: Scorer | None = None
         self.trainer: Trainer | None = None
         self.exchange: Exchange | None = None
@@ -157,7 +178,7 @@ class Daemon:
             await web.start()
             self.home.write_daemon(DaemonInfo(os.getpid(), web.url, self.started_at, self.transport.addresses()))
             keep_port(self.home, self.config.network, self.transport)
-            log.info("the dashboard is at %s ; sign in with: %s", web.url, self.home.command("open"))
+            log.info("the dashboard is at %s (sign in with: %s)", web.url, self.home.command("open"))
             log.info("node %s listens at %s", self.identity.peer_id, ", ".join(self.transport.addresses()))
             async with asyncio.TaskGroup() as services:
                 for name, service in (
@@ -178,6 +199,8 @@ class Daemon:
                 await self.scorer.close()
             if isinstance(self.trainer, ShardedTrainer):
                 self.trainer.close()
+            if self.large is not None:
+                await self.large.close()
             await self.transport.stop()
 
     async def _told(self, service: Coroutine[Any, Any, None]) -> None:
@@ -204,34 +227,58 @@ class Daemon:
         if self.home.is_listed():
             services.create_task(self._told(self._list(manifest)), name="directory")
         self.rounds = make_rounds(manifest, self.home, self.transport, self.clock, self.history, self.config)
+        if self.rounds is not None:  # before what takes minutes: members part from whoever is not on the list
+            services.create_task(self._told(self.rounds.run()), name="rounds")
+        if self.cluster is not None:
+            async with self.progress.during("ray"):
+                await self._place(self.cluster)
         self.progress.say("STARTING", "starting the scorer and loading the model")
-        self.scorer = make_scorer(manifest.environments, self.config.limits)
+        limits, large = self.config.limits, self.large
+        crew = large.crew(manifest.environments, limits) if large is not None else None
+        self.scorer = make_scorer(manifest.environments, limits, crew=crew)
         async with self.progress.during("load"):
             engines, parts = await make_parts(self, manifest, self.scorer)
         leading, following = make_leading(parts, self.identity, self.home), make_following(parts, self.home)
+        teaching = make_teaching(parts)
+        parts.teacher = parts.teacher or peer_teacher(parts)
         self.loop = Loop(parts, leading, following)
         self.loop.change(self.config)  # it may have changed since the parts were made
         self.holding.steer(self.loop)
         self.exchange = parts.exchange
         services.create_task(self._told(parts.exchange.run()), name="exchange")
-        if self.rounds is not None:
-            services.create_task(self._told(self.rounds.run()), name="rounds")
         if parts.averaging is not None:
             self.history.event("warning", "averaging", CAUTION)
             services.create_task(self._told(parts.averaging.averager.run()), name="averaging")
+            if finding := make_finding(parts, private=self.home.swarm().psk is not None):
+                services.create_task(self._told(finding.run()), name="averagers")
         await self.loop.recover()
         if leading is not None:
             services.create_task(self._told(leading.publisher.run()), name="policy")
         if following is not None:
-            services.create_task(self._told(following.run()), name="policy")
-        for engine in engines:
-            await start_engine(self, engine, parts)
+            services.create_task(self._told(following.run(self.loop.unpaused, self.holding.no_room)), name="policy")
+        if teaching is not None:
+            services.create_task(self._told(teaching.run()), name="teaching")
+        await start_engines(self, engines, parts)
         await self.loop.run(steps)
         await self.loop.checkpoint()
         if stay:
             self.progress.say("IDLE", f"all {steps} steps are done; serving peers", "stop it: shoal down")
             await asyncio.Event().wait()
         raise Stopped
+
+    async def _place(self, cluster: Cluster) -> None:
+        """Have Ray make room for all parts of a large node."""
+        self.starting("asking Ray what machines there are")
+        ray = RayCluster(cluster)
+        planned = await plan_large(ray, self.config, self.home)
+        self.history.event("info", "ray", " ".join(planned.placement.why))
+        self.large = LargeNode(ray, planned)
+        self.starting(f"waiting for Ray to make room: {planned.placement.layout}")
+        await self.large.reserve()
+
+    def starting(self, told: str) -> None:
+        """Say what a start waits for."""
+        self.progress.say("STARTING", told)
 
     async def _list(self, manifest: Manifest) -> None:
         """Tell the public directory of this swarm."""

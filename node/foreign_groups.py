@@ -26,6 +26,8 @@ class ForeignGroups:
     def __init__(self, parts: "Parts", followers: "Followers | None" = None) -> None:
         self.parts, self.followers = parts, followers
         self.share = ForeignShare(parts.config.swarm.foreign_groups)
+        self.behind: list[int] = []
+        """Of the groups chosen last that a version of this node's own policy sampled: updates since that version."""
 
     def missing(self) -> int:
         """How many of J there are no groups for."""
@@ -66,6 +68,8 @@ class ForeignGroups:
         if p.rounds is not None:
             p.rounds.trained.update(entry.producer for entry, _ in rollouts)
         followers = [entry.digest for entry, _ in rollouts if self._followed(entry)]
+        versions = [self.followers.version_of(entry) for entry, _ in rollouts] if self.followers else []
+        self.behind = [p.trainer.step - version for version in versions if version is not None and version >= 0]
         try:
             p.store.mark_used([entry.digest for entry in chosen], followers)
         except StoreError as error:  # a full disk: the sampler counts the uses too

@@ -191,6 +191,7 @@ class History:
 
         Never raises: a full disk is what some events are about, and then the log alone has them.
         """
+        message = message.replace(" ; ", "; ")  # an error's text, maybe
         log.log(getattr(logging, level.upper()), "%s: %s", kind, message)
         try:
             self._database.execute(

@@ -17,7 +17,7 @@ from node.checkpoint import CheckpointError, CheckpointStore
 from node.config import LimitsConfig
 from node.history import History
 from node.home import home_size, write_atomic
-from node.limits import RESUME, Disk, Hold, Holder, day_of, limit_hold, over_disk
+from node.limits import RESUME, Disk, Hold, Holder, day_of, limit_hold, no_room, over_disk
 from node.loop import Loop
 from node.progress import Progress
 from node.trained import TrainedDays
@@ -171,6 +171,10 @@ class Holding:
         self._disk = await self._look()
         if over_disk(self._limits.disk_mb, self._disk) and await self._make_room(self._disk):
             self._disk = await self._look()
+
+    async def no_room(self, size: int) -> str:
+        """Why the disk, as it is now, has no room for `size` bytes more, and what to do; empty: it has."""
+        return no_room(self._limits.disk_mb, await self._look(), size)
 
     async def _look(self) -> Disk:
         loop = self._loop

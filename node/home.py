@@ -7,6 +7,7 @@ Files with secrets (identity, API token, invite with its private-network key) ar
 import fcntl
 import json
 import os
+import re
 import secrets
 import shlex
 from collections.abc import Iterator
@@ -26,6 +27,13 @@ CONFIG_HEADER = """\
 # `shoal config set KEY VALUE` edits this file and keeps your comments.
 """
 MAX_PID_DIGITS = 9
+COMMANDS = (
+    "backup", "bench", "checkpoint", "completion", "config", "coordinator", "doctor", "down", "env", "groups", "health",
+    "id", "init", "join", "leave", "local", "logs", "model", "open", "paths", "pause", "peers", "report", "restore",
+    "resume", "status", "steps", "swarm", "train", "up", "version",
+)  # fmt: skip
+NAMED_COMMAND = re.compile(rf"(?<![\w./@-])shoal (?=(?:{'|'.join(COMMANDS)})\b)")
+"""A command as messages name it."""
 PASSING = (".aside-", ".backup-")
 """What directories begin with that go again: checkpoints that are written aside, backups that are made."""
 
@@ -124,6 +132,10 @@ class Home:
         """How a person calls `shoal` for this home."""
         named = "" if self.path == default_home().resolve() else f"--home {shlex.quote(str(self.path))} "
         return f"shoal {named}{words}"
+
+    def hints(self, text: str) -> str:
+        """Words for a person, in which every command is one for this home."""
+        return text if self.path == default_home().resolve() else NAMED_COMMAND.sub(self.command(""), text)
 
     def coordinates(self) -> bool:
         """Whether this home's swarm names it as a coordinator, as far as can be told without a passphrase."""

@@ -160,6 +160,17 @@ def over_disk(limit_mb: int, disk: Disk) -> int:
     return max(0, disk.used - (limit_mb << 20)) if limit_mb else 0
 
 
+def no_room(limit_mb: int, disk: Disk, size: int) -> str:
+    """Why the disk has no room for `size` bytes more, and what to do; empty: it has."""
+    wants = f"it takes {max(1, size >> 20)} MB of disk, and"
+    if limit_mb and disk.used + size > limit_mb << 20:
+        left = max(0, (limit_mb << 20) - disk.used) >> 20
+        return f"{wants} limits.disk_mb leaves {left}; raise it, or lower limits.store_mb"
+    if disk.free - size < LEAST_FREE:
+        return f"{wants} {max(0, disk.free - LEAST_FREE) >> 20} MB can be had; free some disk"
+    return ""
+
+
 def disk_hold(limit_mb: int, disk: Disk | None) -> Hold | None:
     """What the disk has to do with it; None for `disk`: not measured yet."""
     if disk is None:

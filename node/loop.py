@@ -257,6 +257,9 @@ class Loop:
             rollout_seconds=p.progress.stages.get("rollout", 0.0),
             seconds=p.clock() - started,
         )
+        if self.leading is not None:
+            summary["behind"] = self.foreign.behind
+            summary["published"] = [asdict(version) for version in self.leading.publisher.published()]
         record = JournalRecord(step, batch, self.state(), summary, p.config.train.model_dump(mode="json"))
         await self._journal(record)
         await self._apply(record)

@@ -33,30 +33,36 @@ if TYPE_CHECKING:
     from node.daemon import Daemon
 
 
-async def start_engine(node: "Daemon", engine: TransformersEngine | VllmEngine, parts: Parts) -> None:
-    """Have it serve these weights, and see that it computes what the trainer does."""
-    computes_in = []
-    if isinstance(engine, VllmEngine):
+async def start_engines(node: "Daemon", engines: Sequence[TransformersEngine | VllmEngine], parts: Parts) -> None:
+    """Have them serve these weights, all at once, and see that each computes what the trainer does."""
+    served = [engine for engine in engines if isinstance(engine, VllmEngine)]
+    if served:
         async with node.progress.during("engine"):
-            computes_in = [*(await engine.start()).computes_in]
+            await asyncio.gather(*(engine.start() for engine in served))
     node.progress.say("STARTING", "checking that engine and trainer give the same log-probabilities")
-    async with node.progress.during("agreement check"):
-        await check_agreement(
-            engine,
-            parts.trainer,
-            node.device,
-            await _check_prompts(parts),
-            dtypes=[str(parts.bundle.model.dtype).removeprefix("torch."), *computes_in],
-            routing=parts.bundle.routing,
-        )
+    for engine in engines:
+        facts = engine.facts if isinstance(engine, VllmEngine) else None
+        async with node.progress.during("agreement check"):
+            await check_agreement(
+                engine,
+                parts.trainer,
+                node.device,
+                await _check_prompts(parts),
+                dtypes=[str(parts.bundle.model.dtype).removeprefix("torch."), *(facts.computes_in if facts else ())],
+                routing=parts.bundle.routing,
+            )
 
 
-def _load(node: "Daemon") -> tuple[Setup, ModelBundle]:
+def _load(node: "Daemon") -> tuple[Setup | None, ModelBundle]:
+    """What was decided of this machine, None where Ray's machines do the work, and the model."""
     use_threads(node.config.node.threads)
     model = node.config.model
     share_gpu(device_of(model.device), node.config.limits.gpu_memory_share)
-    setup = prepare(node.config, models_dir())
-    device, dtype = place_of_model(node.config, setup)
+    if node.large is not None:  # new weights pass through here only
+        setup, device, dtype = None, "cpu", str(node.large.planned.dtype).removeprefix("torch.")
+    else:
+        setup = prepare(node.config, models_dir())
+        device, dtype = place_of_model(node.config, setup)
     return setup, load_model(model.path, device=device, dtype=dtype, models=models_dir())
 
 
@@ -70,14 +76,20 @@ async def make_parts(
         await starting
     finally:
         starting.cancel()
-    node.bundle, node.engine = bundle, setup.choice.why
+    large = node.large
+    if setup is not None:
+        choice = setup.choice
+    else:
+        assert large is not None
+        choice = large.choice
+    node.bundle, node.engine = bundle, choice.why
     node.history.event("info", "engine", node.engine)
     trainer = node.trainer = await node.device.run(
-        functools.partial(make_trainer, bundle, config, node.home, seconds=lambda: node.progress.deadline)
+        functools.partial(make_trainer, bundle, config, node.home, seconds=lambda: node.progress.deadline, large=large)
     )
     if isinstance(trainer, ShardedTrainer):
         node.history.event("info", "trainer", f"training on {config.train.shards} workers: {trainer.workers}")
-    if config.averaging.method != "none" and setup.choice.name != "transformers":
+    if config.averaging.method != "none" and choice.name != "transformers":
         raise ModelError(
             f"averaging.method = {config.averaging.method} changes weights between two steps, which a vLLM server "
             "would not get; set rollout.engine to transformers, or averaging.method to none"
@@ -94,15 +106,14 @@ async def make_parts(
             psk=node.home.swarm().psk,
         )
     )
-    engines = make_engines(
-        setup,
-        config,
-        bundle,
-        node.device,
-        home=node.home.path,
-        peer_id=node.identity.peer_id,
-        say=lambda told: node.progress.say("STARTING", told),
-    )
+    engines: Sequence[TransformersEngine | VllmEngine]
+    if setup is not None:
+        engines = make_engines(
+            setup, config, bundle, node.device, home=node.home.path, peer_id=node.identity.peer_id, say=node.starting
+        )
+    else:
+        assert large is not None
+        engines = large.engines(config, bundle, node.device, node.starting)
     exchange = Exchange(
         node.transport,
         node.store,

@@ -1,6 +1,7 @@
 """What `shoal report` tells of a run, read from the homes of its nodes. Nothing there is written to."""
 
 import json
+import re
 import tempfile
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -20,6 +21,7 @@ from swarm.peer_records import PeerRecords
 from swarm.records import PeerRecord
 
 MAX_PEERS, MAX_EVENTS = 500, 200
+_NODE = re.compile(r"(large|node)-(\d{1,6})")
 MOST_STEPS = 10 * KEPT_STEPS
 
 
@@ -49,7 +51,7 @@ class NodeRun:
 
 
 def read_run(directory: Path) -> list[NodeRun]:
-    """The nodes of a run: of one home, or of the node-N in it. Raises ReportError, StoreError."""
+    """The nodes of a run: of one home, or of the large-N and node-N in it. Raises ReportError, StoreError."""
     homes = [Home(path) for path in (directory, *node_directories(directory)) if (path / "node.db").is_file()]
     if not homes:
         raise ReportError(
@@ -59,9 +61,9 @@ def read_run(directory: Path) -> list[NodeRun]:
 
 
 def node_directories(directory: Path) -> list[Path]:
-    """node-1, node-2, ... in their order."""
-    found = [path for path in directory.glob("node-*") if path.name[5:].isdigit()]
-    return sorted(found, key=lambda path: int(path.name[5:]))
+    """large-1, ..., node-1, node-2, ... in their order."""
+    found = [(match, path) for path in directory.glob("*-*") if (match := _NODE.fullmatch(path.name))]
+    return [path for _, path in sorted(found, key=lambda one: (one[0][1], int(one[0][2])))]
 
 
 def read_node(home: Home) -> NodeRun:

@@ -307,14 +307,22 @@ class Scheduler:
         self._pump()
 
     async def _wake(self, lane: Lane, seconds: float) -> None:
-        """After a rest, give an engine the weights it missed, and work."""
+        """After a rest, have an engine well and with the weights it missed, and give it work; others work meanwhile."""
         await asyncio.sleep(seconds)
-        lane.resting = False
-        if lane.engine.version != self.version:
-            try:
-                await lane.engine.update_weights(self.version)
-            except EngineFailed as failure:
-                self._rest(lane, failure)
+        known = None
+        try:
+            while known != self.version:
+                known = self.version
+                await lane.engine.update_weights(known)
+        except EngineFailed as failure:
+            lane.resting = False
+            self._rest(lane, failure)
+        except Exception as error:  # noqa: BLE001 - as in a call: it is raised to who waits for samples
+            lane.resting = False
+            for run in self._runs:
+                run.ready.put_nowait(error)
+        else:
+            lane.resting = False
         self._pump()
 
     async def _watch(self, run: Run) -> None:

@@ -13,7 +13,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
-from typing import Final
+from typing import Final, Protocol
 
 import msgspec
 
@@ -58,6 +58,21 @@ class ScorerError(Exception):
     """The scorer process cannot be had, is overloaded, or cannot regenerate a task."""
 
 
+class Crew(Protocol):
+    """Scorer processes elsewhere, which do the work in place of one here (node/large/reward_actors.py)."""
+
+    @property
+    def restarts(self) -> int: ...
+
+    async def start(self) -> tuple[str, ...]:
+        """Have them; the measures in force where answers are seen. Raises ScorerError."""
+
+    async def work(self, jobs: Sequence[Job], *, foreign: bool) -> list[Done]:
+        """What came of each job, in order; foreign ones wait while own work is there. Raises ScorerError."""
+
+    async def close(self) -> None: ...
+
+
 class _Gone(Exception):
     """The scorer process ended, hangs or talks nonsense; what was in the works is lost."""
 
@@ -76,7 +91,10 @@ class Scorer:
         deadline: float,
         memory_mb: int,
         clock: Callable[[], float],
+        crew: Crew | None = None,
     ) -> None:
+        """`crew`: who does the work; None: a process of this node."""
+        self._crew = crew
         wanted = tuple(Wanted(spec.name, spec.version, spec.settings) for spec in environments)
         self._setup = Setup(environments=wanted, deadline=deadline, memory_mb=memory_mb)
         self._known = {(one.name, one.version) for one in wanted}
@@ -102,11 +120,14 @@ class Scorer:
 
     async def start(self) -> None:
         """Start the process and load the environments. Raises ScorerError saying which one cannot be had and why."""
-        await self._take_turn(foreign=False)
-        try:
-            await self._launch()
-        finally:
-            await self._end_turn()
+        if self._crew is not None:
+            self.isolation = await self._crew.start()
+        else:
+            await self._take_turn(foreign=False)
+            try:
+                await self._launch()
+            finally:
+                await self._end_turn()
         log.info("scorer process is up, isolation: %s", ", ".join(self.isolation))
         if not any(measure.startswith(tuple(CONFINING)) for measure in self.isolation):
             log.warning(
@@ -121,7 +142,7 @@ class Scorer:
     async def tasks(self, refs: Sequence[TaskRef], *, foreign: bool = False) -> list[Task]:
         """Regenerate tasks, in order. Raises ScorerError naming the first one that cannot be."""
         tasks = []
-        for ref, done in zip(refs, await self._work([Job(ref, None) for ref in refs], foreign), strict=True):
+        for ref, done in zip(refs, await self.work([Job(ref, None) for ref in refs], foreign), strict=True):
             if done.task is None:
                 raise ScorerError(
                     f"task {ref.environment}/{ref.seed}/{ref.index} cannot be regenerated: {done.failure}"
@@ -131,13 +152,13 @@ class Scorer:
 
     async def golds(self, refs: Sequence[TaskRef]) -> list[str | None]:
         """An answer that scores 1 to each task, in order; None where the environment knows none, or failed to say."""
-        return [done.gold for done in await self._work([Job(ref, None, gold=True) for ref in refs], foreign=False)]
+        return [done.gold for done in await self.work([Job(ref, None, gold=True) for ref in refs], foreign=False)]
 
     async def score(self, items: Sequence[tuple[TaskRef, str]], *, foreign: bool = False) -> list[Score]:
         """Score answers, in order. `foreign` ones wait while own work is there. Raises ScorerError."""
         scores: list[Score | None] = [None if _can_travel(text) else Score(0.0, parsed=False) for _, text in items]
         places = [place for place, score in enumerate(scores) if score is None]
-        done = await self._work([Job(*items[place]) for place in places], foreign)
+        done = await self.work([Job(*items[place]) for place in places], foreign)
         for place, result in zip(places, done, strict=True):
             scores[place] = result.score or Score(0.0, parsed=False, failure=f"scorer_failed: {result.failure}")
         self.answers += len(items)
@@ -151,22 +172,38 @@ class Scorer:
 
     async def close(self) -> None:
         """End the process. Calls still waiting for it start a new one."""
+        if self._crew is not None:
+            await self._crew.close()
         await self._kill()
 
-    async def _work(self, jobs: Sequence[Job], foreign: bool) -> list[Done]:
+    async def work(self, jobs: Sequence[Job], foreign: bool) -> list[Done]:
+        """What came of each job, in order. Raises ScorerError."""
         for job in jobs:
             if not self.knows(job.ref):
                 raise ScorerError(f"environment {job.ref.environment} {job.ref.version} is not one of this swarm's")
+        if self._crew is not None:
+            return await self._by_crew(self._crew, jobs, foreign)
         results: list[Done] = []
         while len(results) < len(jobs):
             await self._take_turn(foreign)
             began = self._clock()
             try:
-                results += await self._chunk(_next_chunk(jobs, len(results)))
+                results += await self._chunk(next_chunk(jobs, len(results)))
             finally:
                 self.busy_seconds += self._clock() - began
                 await self._end_turn()
         return results
+
+    async def _by_crew(self, crew: Crew, jobs: Sequence[Job], foreign: bool) -> list[Done]:
+        self._turn_away(foreign)
+        self._foreign_waiting += foreign
+        began = self._clock()
+        try:
+            return await crew.work(jobs, foreign=foreign)
+        finally:
+            self._foreign_waiting -= foreign
+            self.busy_seconds += self._clock() - began
+            self.restarts = crew.restarts
 
     async def _chunk(self, jobs: Sequence[Job]) -> list[Done]:
         """Results of a prefix of `jobs`: all of them, or up to and including the first that ended the process.
@@ -302,10 +339,14 @@ class Scorer:
         except TimeoutError:  # the kernel ends it when it can: it holds nothing that the next one needs
             log.error("the scorer process %d was killed and is not gone yet", process.pid)
 
-    async def _take_turn(self, foreign: bool) -> None:
+    def _turn_away(self, foreign: bool) -> None:
+        """Raises ScorerError when too many of peers' calls wait."""
         if foreign and self._foreign_waiting >= MAX_WAITING:
             self.turned_away += 1
             raise ScorerError(f"{MAX_WAITING} groups of peers wait for the scorer already")
+
+    async def _take_turn(self, foreign: bool) -> None:
+        self._turn_away(foreign)
         async with self._turn:
             if foreign:
                 self._foreign_waiting += 1
@@ -326,9 +367,20 @@ class Scorer:
             self._turn.notify_all()
 
 
-def make_scorer(environments: Sequence[EnvironmentSpec], limits: LimitsConfig, kind: type[Scorer] = Scorer) -> Scorer:
+def make_scorer(
+    environments: Sequence[EnvironmentSpec],
+    limits: LimitsConfig,
+    kind: type[Scorer] = Scorer,
+    crew: Crew | None = None,
+) -> Scorer:
     """The scorer of a node with these limits."""
-    return kind(environments, deadline=limits.scorer_seconds, memory_mb=limits.scorer_memory_mb, clock=time.monotonic)
+    return kind(
+        environments,
+        deadline=limits.scorer_seconds,
+        memory_mb=limits.scorer_memory_mb,
+        clock=time.monotonic,
+        crew=crew,
+    )
 
 
 def _can_travel(answer: str) -> bool:
@@ -341,7 +393,7 @@ def _can_travel(answer: str) -> bool:
         return False
 
 
-def _next_chunk(jobs: Sequence[Job], first: int) -> Sequence[Job]:
+def next_chunk(jobs: Sequence[Job], first: int) -> Sequence[Job]:
     """The next few jobs, by number and by bytes."""
     size = 0
     for last in range(first, min(first + CHUNK_JOBS, len(jobs))):

@@ -46,8 +46,8 @@ class DaemonView:
         exchange = node.exchange.counters() if node.exchange else {}
         return {
             "state": state,
-            "reason": reason,
-            "next": following,
+            "reason": node.home.hints(reason),
+            "next": node.home.hints(following),
             "step": max(node.loop.parts.trainer.step, node.loop.saved or 0) if node.loop else last.get("step", 0),
             "reward": last.get("reward"),
             "reward_start": (first or {}).get("reward"),
@@ -79,6 +79,7 @@ class DaemonView:
             "resumes_at": progress.hold.resumes_at if progress.hold else None,
             "trained_today_seconds": node.holding.trained_today,
             "policy_version": _policy_version(node),
+            "followed": node.loop.following.facts() if node.loop and node.loop.following else None,
             "groups": {
                 **exchange,
                 "trained_foreign": node.history.trained_foreign(),

@@ -1,21 +1,38 @@
 """The coordinator's part of the Swarm page, the same for members and for coordinators."""
 
+import time
+from collections.abc import Mapping
+from contextlib import closing
 from typing import Any
 
+from node.home import Home
+from protocol.manifest import Manifest
 from protocol.rounds import State
+from swarm.memory import MemoryHub
+from swarm.round_log import RoundLog
 from swarm.rounds import Following
 
 MAX_STANDINGS = 100
 
 
-def coordination(following: Following, *, leading: bool = False, said: str = "", listed: bool = True) -> dict[str, Any]:
-    """JSON values. `said`: what the coordinator answered when it did not let this node in."""
+def coordination(
+    following: Following,
+    *,
+    leading: bool = False,
+    said: str = "",
+    listed: bool = True,
+    heard: Mapping[str, float] | None = None,
+) -> dict[str, Any]:
+    """JSON values. `said`: what the coordinator answered when it did not let this node in. `heard`: when each one was
+    heard of, where that is more than `following` knows.
+    """
     record, board, manifest = following.round, following.board, following.manifest
     members = following.members.members if following.members else ()
     return {
         "coordinators": list(manifest.coordinators),
         "leader": following.leader,
         "leading": leading,
+        "heard": following.heard() if heard is None else heard,
         "listed_only": manifest.listed_only,
         "listed": listed,
         "said": said,
@@ -46,3 +63,11 @@ def coordination(following: Following, *, leading: bool = False, said: str = "",
             ],
         },
     }
+
+
+def kept(home: Home, manifest: Manifest) -> dict[str, Any] | None:
+    """The same from what a home's database has of the log; None: it was never started. Raises StoreError."""
+    if not home.database.exists():
+        return None
+    with closing(RoundLog(home.database, manifest.digest)) as log:
+        return coordination(Following(MemoryHub().transport("nobody"), log, manifest, time.time))

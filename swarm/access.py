@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 from protocol.board import MemberList
 from protocol.manifest import Manifest
+from swarm.bans import Bans
 from swarm.transport import Transport, TransportError
 
 GRACE_SECONDS = 20.0
@@ -30,6 +31,7 @@ class Access:
         on_event: Callable[[str, str], None] = lambda kind, message: None,
     ) -> None:
         self._transport, self._clock, self._grace, self._on_event = transport, clock, grace, on_event
+        self.bans = Bans(transport)
         self._listed_only = manifest.listed_only
         self._always = frozenset((transport.peer_id, *manifest.coordinators))
         self._listed: frozenset[str] = frozenset()
@@ -52,10 +54,10 @@ class Access:
         """A new list."""
         kicked = frozenset(members.kicked) - self._always
         for peer in sorted(kicked - self._kicked):
-            self._transport.ban(peer)
+            self.bans.ban(peer, "coordinator")
             self._on_event("kicked", f"{peer} was kicked by the coordinator")
         for peer in self._kicked - kicked:
-            self._transport.lift_ban(peer)
+            self.bans.lift(peer, "coordinator")
         self._kicked = kicked
         self._listed = frozenset(member.peer for member in members.members)
         self._observers = frozenset(member.peer for member in members.members if member.role == "observer")

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from protocol.rules import Reason, Rejected
+from swarm.bans import Bans
 from swarm.database import StoreError
 from swarm.reputation import Reputation
 from swarm.transport import Transport
@@ -60,12 +61,13 @@ class Accounts:
         reputation: Reputation,
         clock: Callable[[], float],
         on_event: Callable[[str, str], None],
+        bans: Bans | None = None,
     ) -> None:
+        """`bans`: those of the node, where another one bans too."""
         self._transport, self._clock, self._on_event = transport, clock, on_event
+        self._bans = bans or Bans(transport)
         self.reputation = reputation
         self.counters = Counters()
-        self._refused: set[str] = set()
-        """Whom the transport refuses: at most as many as the reputation remembers, and those lately forgotten."""
         self._told: dict[tuple[str, str], float] = {}
 
     def offence(self, rejected: Rejected, *peers: str) -> None:
@@ -84,15 +86,13 @@ class Accounts:
 
     def refuse(self, peer: str) -> None:
         """Have the transport refuse a banned peer."""
-        self._refused.add(peer)
-        self._transport.ban(peer)
+        self._bans.ban(peer, "reputation")
 
     def lift_bans(self) -> None:
         """Let in again whose ban has faded (swarm.reputation). To be called from time to time."""
-        for peer in tuple(self._refused):
+        for peer in self._bans.of("reputation"):
             if not self.reputation.is_banned(peer):
-                self._refused.discard(peer)
-                self._transport.lift_ban(peer)
+                self._bans.lift(peer, "reputation")
                 self._on_event("unbanned", f"{peer} is no longer banned: its offences are long ago")
 
     def store_trouble(self, error: StoreError) -> None:

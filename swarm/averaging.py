@@ -25,6 +25,7 @@ from swarm.averaging_wire import (
     MAX_GROUP,
     Beat,
     Gathered,
+    Meet,
     NoRound,
     Ready,
     Reply,
@@ -84,8 +85,15 @@ class Averager:
         self._asked: asyncio.Future[Gathered] | None = None
         self._number = 0
         self._why_not = "the averager has not started yet"
+        self._others: tuple[str, ...] = ()
+        """Averagers that were found."""
         self.addresses: tuple[str, ...] = ()
         """Where other averagers reach this one; empty while it does not run."""
+
+    @property
+    def rounds(self) -> str:
+        """Name of the rounds that it takes part in."""
+        return self._setup.prefix
 
     @property
     def pid(self) -> int | None:
@@ -170,6 +178,7 @@ class Averager:
                     continue
                 case Ready(addresses):
                     self.addresses = addresses
+                    self.meet(self._others)
                     self._say(
                         "info", f"averaging listens at {' '.join(addresses)} (for averaging.peers of other nodes)"
                     )
@@ -187,6 +196,12 @@ class Averager:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
             self._process = None  # its number may be another's from now on
+
+    def meet(self, addresses: tuple[str, ...]) -> None:
+        """Have it dial these averagers, and a process that is started later, too."""
+        self._others = addresses
+        if self._writer is not None and self.addresses and addresses:
+            self._writer.write(frame(Meet(addresses)))
 
     # -- rounds ----------------------------------------------------------------------------------------------
 

@@ -41,7 +41,13 @@ class Round(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Deadline for their weights, from then on."""
 
 
-Command = Setup | Round
+class Meet(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Dial these averagers besides those of the setup, in place of those of the last one."""
+
+    peers: tuple[str, ...]
+
+
+Command = Setup | Round | Meet
 
 
 class Beat(msgspec.Struct, frozen=True, array_like=True, tag=True):

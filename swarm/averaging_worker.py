@@ -7,6 +7,7 @@ weights go from node to node over streams of hivemind's libp2p, each checked aga
 """
 
 import asyncio
+import contextlib
 import ctypes
 import functools
 import hashlib
@@ -31,6 +32,7 @@ from swarm.averaging_wire import (
     Beat,
     Command,
     Gathered,
+    Meet,
     NoRound,
     Ready,
     Round,
@@ -46,6 +48,7 @@ STREAM = "shoal-averaging-1"
 CHUNK = 1 << 18
 STALL_SECONDS = 20.0
 """Within which one chunk, or a request, must come or go."""
+MAX_TOLD = 16
 SERVED_AT_ONCE = 2 * MAX_GROUP
 MEET_SECONDS = 15.0
 """How often addresses that were given are dialled while nobody of them is known."""
@@ -151,8 +154,8 @@ async def _meet(_dht: Any, node: Any, address: str) -> str:
     from hivemind.utils.multiaddr import Multiaddr
 
     where, _, peer = address.rpartition("/p2p/")
-    peer_id = PeerID.from_base58(peer)
     try:
+        peer_id = PeerID.from_base58(peer)
         async with asyncio.timeout(STALL_SECONDS):
             await node.p2p._client.connect(peer_id, [Multiaddr(where)])
             return "" if await node.protocol.call_ping(peer_id) is not None else "it does not answer"
@@ -170,6 +173,9 @@ class Worker:
         self.current: tuple[bytes, Path] | None = None
         """The own weights that others may fetch."""
         self.serving = asyncio.Semaphore(SERVED_AT_ONCE)
+        self.others: tuple[str, ...] = ()
+        """Addresses that the node has found."""
+        self.news = asyncio.Event()
 
     async def serve(self) -> None:
         self.p2p = await self.dht.replicate_p2p()
@@ -195,7 +201,10 @@ class Worker:
             except (asyncio.IncompleteReadError, ConnectionError):
                 log.info("the node is gone")
                 end(0)
-            if isinstance(command, Round):
+            if isinstance(command, Meet):
+                self.others = command.peers[:MAX_TOLD]
+                self.news.set()
+            elif isinstance(command, Round):
                 if task is not None:
                     task.cancel()  # the node waits for the newest one only
                 task = asyncio.create_task(self.answer(command))
@@ -211,13 +220,20 @@ class Worker:
         """Dial the given addresses again and again: who is there may have been started anew since."""
         known: dict[str, str] = {}
         while True:
-            for address in self.setup.peers:
-                future = self.dht.run_coroutine(functools.partial(_meet, address=address), return_future=True)
-                why = await asyncio.to_thread(future.result, 2 * STALL_SECONDS)
+            self.news.clear()
+            addresses = tuple(dict.fromkeys((*self.setup.peers, *self.others)))
+            reasons = await asyncio.gather(*map(self.dial, addresses))
+            for address, why in zip(addresses, reasons, strict=True):
                 if known.get(address) != why:
                     log.info("%s: %s", address, why or "there")
-                    known[address] = why
-            await asyncio.sleep(MEET_SECONDS)
+            known = dict(zip(addresses, reasons, strict=True))
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(MEET_SECONDS):
+                    await self.news.wait()
+
+    async def dial(self, address: str) -> str:
+        future = self.dht.run_coroutine(functools.partial(_meet, address=address), return_future=True)
+        return str(await asyncio.to_thread(future.result, 2 * STALL_SECONDS))
 
     # -- a round ---------------------------------------------------------------------------------------------
 

@@ -48,10 +48,10 @@ from swarm.allowance import Allowance
 from swarm.database import StoreError
 from swarm.evaluation import LATE_SECONDS, Evaluation, Score, ScoringUnavailable, most_bytes
 from swarm.gate import AnnouncementGate
-from swarm.membership import Membership, NotAdmitted
+from swarm.membership import Membership, NotAdmitted, network_of
 from swarm.reports import Reports
 from swarm.rounds import Following, leads
-from swarm.transport import Busy, Message, PeerConnected, Transport
+from swarm.transport import Busy, Message, OversizeRequest, PeerConnected, Transport
 
 TICK_SECONDS = 0.5
 PRESENT_SECONDS = 150.0
@@ -63,6 +63,12 @@ ASK_RATE, ASK_BURST = 0.5, 8.0
 """Requests to enter, or reports, a second from one peer, and at once."""
 REVISE_SECONDS = 5.0
 """Between two member lists, but for a kick: each is pulled by every member."""
+IDLE_ROUNDS = 4
+"""Rounds in which a member of an open swarm supplied nothing, after which it makes room where the list is full."""
+NETWORK_SECONDS = 3600.0
+"""In which one network may bring so many new members as `from_network` says."""
+OFFENCES = 8
+"""Of one peer in an hour, and at once, before it is banned."""
 MAX_COUNTED = 1 << 18
 MAX_WAITING = 256 << 20
 """Bytes of answers that wait to be scored; who comes later is asked to come again."""
@@ -73,7 +79,9 @@ _Request = TypeVar("_Request", EnterRequest, ReportRequest)
 
 
 class Coordinator:
-    """`run` until cancelled. `patience`: seconds without a sign of the leader after which a standby takes over."""
+    """`run` until cancelled. `patience`: seconds without a sign of the leader after which a standby takes over.
+    `from_network`: new members an hour, and at once, that one network may bring without invites; 0: any number.
+    """
 
     def __init__(
         self,
@@ -89,13 +97,14 @@ class Coordinator:
         *,
         patience: float = 30.0,
         measured: bool = True,
+        from_network: int = 16,
         settle: float = SETTLE_SECONDS,
         on_event: Callable[[str, str], None] = lambda kind, message: None,
     ) -> None:
         self._transport, self._identity, self.manifest = transport, identity, manifest
         self.following, self.membership, self.reports = following, membership, reports
         self._clock, self.pace, self._patience = clock, pace, patience
-        self._evaluation = Evaluation(manifest, following, membership, reports, score, clock)
+        self._evaluation = Evaluation(manifest, following, membership, reports, score, clock, on_event)
         self._measured, self._settle, self._on_event = measured, settle, on_event
         self._started = clock()
         self._seen: dict[str, float] = {}
@@ -105,6 +114,9 @@ class Coordinator:
         self._counted: set[bytes] = set()
         """Groups that were counted in this round."""
         self._asks = Allowance(ASK_RATE, ASK_BURST, clock)
+        self._told, self._offences = Allowance(1 / 60, 1, clock), Allowance(OFFENCES / 3600, OFFENCES, clock)
+        self._newcomers = Allowance(from_network / NETWORK_SECONDS, from_network, clock) if from_network else None
+        """By network."""
         self.access = Access(transport, manifest, clock, on_event=on_event)
         self._gate = AnnouncementGate(manifest, clock, banned=self.access.barred)
         self._members: MemberList | None = None
@@ -112,6 +124,7 @@ class Coordinator:
         self._revised = -math.inf
         following.on_members = self.access.take
         following.on_asked = self._saw
+        following.on_offence = self._note
         if following.members is not None:
             self.access.take(following.members)
 
@@ -128,6 +141,14 @@ class Coordinator:
             self._saw(peer)
         wanted = {one.peer for one in self.membership.members() if one.role == "member"}
         return {peer for peer in wanted if now - self._seen.get(peer, -math.inf) <= PRESENT_SECONDS}
+
+    def heard(self) -> dict[str, float]:
+        """When each other coordinator was last heard of: it answered, signed, or asked for the log."""
+        heard = self.following.heard()
+        for one in self.manifest.coordinators:
+            if one in self._seen:
+                heard[one] = max(heard.get(one, -math.inf), self._seen[one])
+        return heard
 
     # -- the service -----------------------------------------------------------------------------------------
 
@@ -161,6 +182,8 @@ class Coordinator:
             elif isinstance(event, PeerConnected):
                 self._saw(event.peer)
                 self.following.met(event.peer)
+            elif isinstance(event, OversizeRequest):
+                self._note(Rejected(Reason.too_large, f"a request on {event.protocol}"), event.peer)
             await asyncio.sleep(0)
 
     def _heard_group(self, sealed: bytes) -> None:
@@ -238,7 +261,7 @@ class Coordinator:
             self._on_event("round", f"round {record.number} is {record.state.name}")
         if record.state is State.open and (before is None or before.state is not State.open):
             self._counted.clear()
-            self.reports.forget_before(record.number - 1)
+            self.reports.forget_before(record.number - 1, heard=record.number - IDLE_ROUNDS)
 
     def _facts(self) -> Facts:
         record, present = self.following.round, self.present()
@@ -268,7 +291,7 @@ class Coordinator:
         return measured_mix(self.manifest, pass_rates(board, [spec.name for spec in self.manifest.environments]))
 
     async def _evaluate(self) -> None:
-        """Score what is handed in, one report at a time."""
+        """Score what is handed in, some answers at a time."""
         while True:
             record, busy = self.following.round, False
             try:
@@ -276,8 +299,8 @@ class Coordinator:
                     busy = await self._evaluation.score_next(record)
             except (ScoringUnavailable, StoreError) as error:
                 self._on_event("evaluate", f"answers wait to be scored: {error}")
-            if not busy:
-                await asyncio.sleep(TICK_SECONDS)
+            # answers that are all too long are done without a wait, and must not keep the loop
+            await asyncio.sleep(0.0 if busy else TICK_SECONDS)
 
     def _count_heard(self) -> None:
         record = self.following.round
@@ -289,14 +312,14 @@ class Coordinator:
 
     async def _enter(self, peer: str, data: bytes) -> bytes:
         self._charge(peer)
-        request = _decoded(data, EnterRequest)
+        request = self._decoded(peer, data, EnterRequest)
         if request.swarm != self.manifest.digest:
             raise Rejected(Reason.wrong_swarm, f"asked about swarm {request.swarm.hex()[:12]}")
         if not self.leading:
             answer = EnterResponse("", f"{self.following.leader or 'nobody'} leads now")
         else:
             try:
-                role = self.membership.enter(peer, request.token)
+                role = self._let_in(peer, request.token)
                 answer = EnterResponse(role, "")
                 self._saw(peer)
                 self.access.admit(peer, role)
@@ -304,11 +327,41 @@ class Coordinator:
                 answer = EnterResponse("", str(refused))
         return msgspec.msgpack.encode(answer)
 
+    def _let_in(self, peer: str, token: bytes) -> str:
+        """The peer's role. Raises NotAdmitted, Busy."""
+        newcomer = self.membership.role_of(peer) is None
+        if token or not newcomer or self.manifest.listed_only or self._newcomers is None:
+            return self.membership.enter(peer, token, self._idle)
+        connection = self._transport.connections().get(peer)
+        if connection is None or not connection.host:
+            raise Busy(1.0)  # it has only just connected
+        network = network_of(connection.host)
+        if not self._newcomers.take(network):
+            raise NotAdmitted(f"many peers of {network} came in lately; ask later, or with an invite")
+        try:
+            return self.membership.enter(peer, token, self._idle)
+        except NotAdmitted:
+            self._newcomers.spend(network, -1)
+            raise
+
+    def _idle(self) -> list[str]:
+        """Members that supplied nothing for IDLE_ROUNDS: who never earned credit and is not there comes first."""
+        number = self.following.round.number if self.following.round else 1
+        supplied = {*self.reports.heard(number - IDLE_ROUNDS, number), *self._announced}
+        supplied |= self.reports.reporters(number) | self.reports.reporters(number - 1)
+        since = self._clock() - IDLE_ROUNDS * (self.pace.round_seconds + self.pace.answer_seconds)
+        credited = {one.peer for one in self.following.board.standings if one.credit} if self.following.board else set()
+        present = self.present()
+        idle = [one for one in self.membership.members() if one.since <= since and one.peer not in supplied]
+        return [
+            one.peer for one in sorted(idle, key=lambda one: (one.peer in credited, one.peer in present, one.since))
+        ]
+
     async def _report(self, peer: str, data: bytes) -> bytes:
         if self.access.barred(peer):
             raise Rejected(Reason.banned, f"{peer} is no member")
         self._charge(peer)
-        request = _decoded(data, ReportRequest)
+        request = self._decoded(peer, data, ReportRequest)
         if request.swarm != self.manifest.digest:
             raise Rejected(Reason.wrong_swarm, f"asked about swarm {request.swarm.hex()[:12]}")
         self._saw(peer)
@@ -343,9 +396,20 @@ class Coordinator:
             raise Busy(wait)
         self._asks.spend(peer, 1)
 
+    def _decoded(self, peer: str, data: bytes, kind: type[_Request]) -> _Request:
+        try:
+            return msgspec.msgpack.decode(data, type=kind)
+        except (msgspec.DecodeError, RecursionError) as error:
+            rejected = Rejected(Reason.malformed, f"{kind.__name__}: {error}")
+            self._note(rejected, peer)
+            raise rejected from error
 
-def _decoded(data: bytes, kind: type[_Request]) -> _Request:
-    try:
-        return msgspec.msgpack.decode(data, type=kind)
-    except (msgspec.DecodeError, RecursionError) as error:
-        raise Rejected(Reason.malformed, f"{kind.__name__}: {error}") from error
+    def _note(self, rejected: Rejected, peer: str) -> None:
+        """What no honest peer sends is told once a minute, and banned until the next start when it goes on."""
+        if peer in self.manifest.coordinators:
+            return
+        if self._told.take(peer):
+            self._on_event("rejected", f"{peer[-8:]}: {rejected.reason}: {rejected.detail}")
+        if not self._offences.take(peer):
+            self._on_event("banned", f"{peer} is banned: too many offences, the last one {rejected.reason}")
+            self.access.bans.ban(peer, "reputation")

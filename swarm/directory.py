@@ -25,6 +25,7 @@ from protocol.manifest import Manifest
 from protocol.messages import LISTING_PROTOCOL
 from protocol.rejection import Rejected
 from swarm.allowance import Allowance
+from swarm.hearsay import Reach
 from swarm.transport import Busy, Transport, TransportError
 
 log = logging.getLogger(__name__)
@@ -109,13 +110,17 @@ async def discover(
     asked: set[str] = set()
     found: dict[bytes, Found] = {}
     places = asyncio.Semaphore(ASKED_AT_ONCE)
+    reach = Reach()
 
     async def enter(address: str) -> bool:
         try:
-            asked.add(await transport.connect(address, timeout=ASK_SECONDS))
+            peer = await transport.connect(address, timeout=ASK_SECONDS)
         except TransportError as error:
             problems.append(str(error))
             return False
+        asked.add(peer)
+        connection = transport.connections().get(peer)
+        reach.include(connection.host if connection else "")
         return True
 
     async def ask(peer: str, *, listed: bool) -> None:
@@ -130,11 +135,15 @@ async def discover(
                 if listed:
                     problems.append(f"{peer}: {error}")
                 return
+        addresses = [address for address in listing.addresses if reach.allows(address)]
+        if not addresses:
+            problems.append(f"{peer}: none of its addresses can be dialled from here: {', '.join(listing.addresses)}")
+            return
         known = found.get(listing.manifest.digest)
         if known is None:
-            found[listing.manifest.digest] = Found(listing.manifest, list(listing.addresses), listing.members)
+            found[listing.manifest.digest] = Found(listing.manifest, addresses, listing.members)
             return
-        known.addresses += listing.addresses
+        known.addresses += addresses
         known.members = max(known.members, listing.members)
         known.listed_by += 1
 

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 
 from protocol.assignment import round_task
 from protocol.board import Report, fitted, list_bytes, next_board
@@ -17,6 +18,10 @@ LATE_SECONDS = 2.0
 """An answer may be on its way when the time is over."""
 SCORING_SECONDS = 600.0
 """After the time for answers: whose answers are not scored by then counts as absent."""
+MEMBER_SECONDS = 60.0
+"""That one member's answers may take in a round."""
+SLICE = 8
+"""Answers of one member scored at a time."""
 BYTES_PER_TOKEN = 128
 MAX_TEXT_BYTES = 64 * 1024
 
@@ -33,6 +38,23 @@ class ScoringUnavailable(Exception):
     """The scorer does not answer now."""
 
 
+@dataclass(slots=True)
+class _Begun:
+    """How far one member's answers are scored. In memory: after a restart they are scored anew."""
+
+    sums: list[float]
+    """Of rewards, by environment."""
+    at: int = 0
+    """Answers that are done."""
+    seconds: float = 0.0
+    failed: float = 0.0
+    """Times that the scorer was not to be had for them, each like a second."""
+
+    @property
+    def turn(self) -> float:
+        return self.seconds + self.failed
+
+
 class Evaluation:
     """Of the leader's closing rounds."""
 
@@ -44,38 +66,62 @@ class Evaluation:
         reports: Reports,
         score: Score,
         clock: Callable[[], float],
+        tell: Callable[[str, str], None],
     ) -> None:
         self._manifest, self._following, self._membership = manifest, following, membership
-        self._reports, self._score, self._clock = reports, score, clock
+        self._reports, self._score, self._clock, self._tell = reports, score, clock, tell
+        self._number = 0
+        """Of the round that `_begun` is of."""
+        self._begun: dict[str, _Begun] = {}
 
     async def score_next(self, record: Round) -> bool:
-        """Score one more report of the round. False: there is none. Raises ScoringUnavailable, StoreError."""
-        waiting = self._reports.next_unscored(record.number)
-        if waiting is None:
+        """Score some answers of the member whose scoring took least so far. False: all are scored. Raises
+        ScoringUnavailable, StoreError.
+
+        So slow answers hold up whose they are, and nobody else; beyond MEMBER_SECONDS the rest of them score 0.
+        """
+        if record.number != self._number:
+            self._number, self._begun = record.number, {}
+        waiting = self._reports.unscored(record.number)
+        if not waiting:
             return False
-        peer, report = waiting
-        self._reports.keep_scores(record.number, peer, Report(await self._scores(record, report), report.trained))
+        peer = min(waiting, key=lambda peer: self._begun[peer].turn if peer in self._begun else 0.0)
+        begun = self._begun.setdefault(peer, _Begun([0.0] * len(self._manifest.environments)))
+        report = self._reports.report(record.number, peer)
+        started = self._clock()
+        try:
+            await self._score_some(record, report, begun)
+        except ScoringUnavailable:
+            begun.failed += 1.0  # it may be for these answers
+            raise
+        begun.seconds += max(0.0, self._clock() - started)
+        over = begun.seconds > MEMBER_SECONDS and begun.at < len(report.answers)
+        if over:
+            self._tell("evaluate", f"{peer}: scoring took {begun.seconds:.0f} s; what is left of its answers scores 0")
+        if over or begun.at >= len(report.answers):
+            self._reports.keep_scores(record.number, peer, Report(_means(record, report, begun.sums), report.trained))
+            del self._begun[peer]
         return True
 
-    async def _scores(self, record: Round, report: ReportRequest) -> tuple[float | None, ...]:
-        """Mean reward by environment; None where it was not answered."""
+    async def _score_some(self, record: Round, report: ReportRequest, begun: "_Begun") -> None:
+        """The next answers of one environment; those that it is not answered in as a whole are passed over."""
         each = record.tasks * record.samples
-        means: list[float | None] = []
-        for i, spec in enumerate(self._manifest.environments):
-            answers = report.answers[i * each : (i + 1) * each]
-            if None in answers:
-                means.append(None)
-                continue
-            most = most_bytes(spec)
-            items = [
-                (round_task(self._manifest, record.seed, spec.name, n // record.samples), text)
-                for n, text in enumerate(answers)
-                if text is not None and len(text.encode()) <= most  # a longer one scores 0
-            ]
-            # what an environment calls nan or infinite is worth nothing: it must not reach a board
-            rewards = filter(math.isfinite, await self._score(items)) if items else ()
-            means.append(math.fsum(rewards) / each)
-        return tuple(means)
+        number, first = divmod(begun.at, each)
+        spec, end = self._manifest.environments[number], (number + 1) * each
+        if None in report.answers[number * each : end]:
+            begun.at = end
+            return
+        some = report.answers[begun.at : min(end, begun.at + SLICE)]
+        most = most_bytes(spec)
+        items = [
+            (round_task(self._manifest, record.seed, spec.name, n // record.samples), text)
+            for n, text in enumerate(some, first)
+            if text is not None and len(text.encode()) <= most  # a longer one scores 0
+        ]
+        # what an environment calls nan or infinite is worth nothing: it must not reach a board
+        rewards = filter(math.isfinite, await self._score(items)) if items else ()
+        begun.sums[number] += math.fsum(rewards)
+        begun.at += len(some)
 
     def board(self, record: Round, present: set[str]) -> bytes:
         """Digest of the closing round's board, once everybody has answered or the time is over, and all is scored;
@@ -84,7 +130,7 @@ class Evaluation:
         everybody = bool(present) and present <= self._reports.reporters(number)
         if now < record.answers_by + LATE_SECONDS and not everybody:
             return b""
-        if now < record.answers_by + SCORING_SECONDS and self._reports.next_unscored(number) is not None:
+        if now < record.answers_by + SCORING_SECONDS and self._reports.unscored(number):
             return b""
         before = self._following.board
         board = next_board(
@@ -98,3 +144,11 @@ class Evaluation:
         digest, body = list_bytes(fitted(board))
         self._following.keep_list(digest, body)
         return digest
+
+
+def _means(record: Round, report: ReportRequest, sums: Sequence[float]) -> tuple[float | None, ...]:
+    """Mean reward by environment; None where it was not answered."""
+    each = record.tasks * record.samples
+    return tuple(
+        None if None in report.answers[i * each : (i + 1) * each] else rewards / each for i, rewards in enumerate(sums)
+    )

@@ -4,7 +4,9 @@ import asyncio
 from collections import deque
 from threading import Lock
 
-from swarm.transport import Event, Message
+from swarm.transport import Event, Message, OversizeRequest
+
+GIVES_WAY = (Message, OversizeRequest)
 
 
 class EventQueue:
@@ -30,9 +32,9 @@ class EventQueue:
                 return
             if len(self._waiting) >= self._limit:
                 self.dropped += 1
-                if isinstance(event, Message):
+                if isinstance(event, GIVES_WAY):
                     return
-                oldest = next((i for i, waiting in enumerate(self._waiting) if isinstance(waiting, Message)), 0)
+                oldest = next((i for i, waiting in enumerate(self._waiting) if isinstance(waiting, GIVES_WAY)), 0)
                 del self._waiting[oldest]
             self._waiting.append(event)
             if len(self._waiting) == 1:

@@ -18,7 +18,7 @@ from protocol.identity import Identity
 from protocol.manifest import Manifest
 from protocol.messages import Announcement, announce_topic, rounds_topic
 from protocol.rollout import RolloutGroup
-from protocol.rules import Rejected, check_group
+from protocol.rules import Reason, Rejected, check_group
 from swarm.access import Access
 from swarm.accounts import Accounts
 from swarm.admission import Admission, Rescore, ScoringUnavailable, UnknownEnvironment
@@ -32,7 +32,7 @@ from swarm.records import ADMITTED, GroupRecord
 from swarm.reputation import Reputation
 from swarm.rounds import Following
 from swarm.serving import Serving
-from swarm.transport import Message, PeerConnected, Transport, TransportError
+from swarm.transport import Message, OversizeRequest, PeerConnected, Transport, TransportError
 
 __all__ = ["Exchange", "FetchFailed", "ScoringUnavailable", "UnknownEnvironment", "announcement_of", "fetch_manifest"]
 
@@ -82,8 +82,10 @@ class Exchange:
         self._environments = frozenset(environments)
         self.reputation = Reputation(store, clock)
         self._following, self._access = following, access
+        if following is not None:
+            following.on_offence = lambda rejected, peer: self.accounts.offence(rejected, peer)
         self._rounds_topic = rounds_topic(manifest.digest)
-        self.accounts = Accounts(transport, self.reputation, clock, on_event)
+        self.accounts = Accounts(transport, self.reputation, clock, on_event, access.bans if access else None)
         self._gate = AnnouncementGate(manifest, clock, banned=self._barred)
         admission = Admission(store, manifest, rescore, clock, environments=self._environments, banned=self._barred)
         self._puller = Puller(
@@ -246,6 +248,8 @@ class Exchange:
                     self._hearing.hear(event.data, event.forwarder)
                 elif isinstance(event, PeerConnected):
                     self._greet(event.peer)
+                elif isinstance(event, OversizeRequest):
+                    self.accounts.offence(Rejected(Reason.too_large, f"a request on {event.protocol}"), event.peer)
             except StoreError as error:
                 self.accounts.store_trouble(error)
             await asyncio.sleep(0)  # a full queue must not keep the loop to itself

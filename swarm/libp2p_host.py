@@ -8,7 +8,7 @@ failed for a minute, and a peer that vanishes without a FIN is never noticed.
 import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
 from typing import Literal
 
@@ -26,6 +26,7 @@ from swarm.framing import FrameError
 from swarm.libp2p_addresses import ADDRESSES_PER_PEER, AddressBook, parse, without_peer
 from swarm.libp2p_bans import Bans
 from swarm.libp2p_dht import Dht
+from swarm.libp2p_dialling import DialGate
 from swarm.libp2p_gossip import MESH_DEGREE, Inbox, new_pubsub
 from swarm.libp2p_ping import ping
 from swarm.libp2p_setup import ConnectionEvents, HostSettings, check_port_is_free, configured_host
@@ -35,6 +36,7 @@ from swarm.transport import (
     Connection,
     Event,
     Message,
+    OversizeRequest,
     PeerConnected,
     PeerDisconnected,
     PeerUnreachable,
@@ -50,7 +52,7 @@ DHT_REFRESH_SECONDS, DHT_LOOKUP_SECONDS = 60.0, 20.0
 ADDRESS_SECONDS = 24 * 3600
 CLOSE_SECONDS = 1.0
 """For a stream or a connection to be closed in good order."""
-
+RESOLVE_SECONDS = 3.0
 STREAM_ERRORS = (
     BaseLibp2pError,
     FrameError,
@@ -73,6 +75,14 @@ class Calls:
     """Run the handler of (protocol, peer, request) over there; raises Busy as it did, RequestFailed if it failed."""
 
 
+async def resolve(name: str) -> list[str]:
+    """Its IP addresses, as of now."""
+    with trio.move_on_after(RESOLVE_SECONDS), suppress(OSError):  # no such host
+        entries = await trio.socket.getaddrinfo(name, None, type=trio.socket.SOCK_STREAM)
+        return [where[0] for *_, where in entries if "%" not in where[0]]
+    return []
+
+
 class Libp2pHost:
     """One libp2p host. Made and used in one trio run; counters may be read from any thread."""
 
@@ -85,6 +95,7 @@ class Libp2pHost:
         self._pubsub = new_pubsub(self._host)
         self._up, self._down = (Lane(way, trio.current_time, trio.sleep) for way in (throttle.up, throttle.down))
         self._inbox = Inbox(self._host.get_id(), self._heard, trio.current_time)
+        self._dialling = DialGate(self._network, settings.listen, resolve)
         self._dht = Dht(self._host)
         self._dht_stale = trio.Event()
         self._publish_send, self._publish_receive = trio.open_memory_channel[tuple[str, bytes]](PUBLISH_QUEUE)
@@ -92,7 +103,13 @@ class Libp2pHost:
         self._book = AddressBook()
         self._banned = Bans(self._pubsub)
         self._runtime = Runtime(trio.current_time, trio.fail_after, self._finish, STREAM_ERRORS, self._up, self._down)
-        self.streams = Streams(self._host, self._runtime, calls.answer, self._banned.__contains__)
+        self.streams = Streams(
+            self._host,
+            self._runtime,
+            calls.answer,
+            self._banned.__contains__,
+            lambda peer, protocol: calls.emit(OversizeRequest(peer, protocol)),
+        )
         self.connected: dict[str, Connection] = {}
         self.published = self.published_bytes = self.dropped_publishes = 0
 
@@ -169,7 +186,7 @@ class Libp2pHost:
             return
         if not self._network.get_connections(peer_id):
             return
-        self.connected[peer] = Connection(self._direction(peer_id), took)
+        self.connected[peer] = Connection(self._direction(peer_id), took, self._remote(peer_id))
         self._calls.emit(PeerConnected(peer))
         with trio.move_on_after(10):
             while peer in self.connected and not self._stored_addresses(peer_id):  # noqa: ASYNC110 - identify has no event
@@ -184,6 +201,11 @@ class Libp2pHost:
             if connection.direction in (Direction.INBOUND, Direction.OUTBOUND):
                 return "inbound" if connection.direction == Direction.INBOUND else "outbound"
         return None
+
+    def _remote(self, peer_id: ID) -> str:
+        """IP address at the other end of a connection to a peer; empty: there is none any more."""
+        ends = (connection.muxed_conn.get_remote_address() for connection in self._network.get_connections(peer_id))
+        return next((end[0] for end in ends if end), "")
 
     def _stored_addresses(self, peer_id: ID) -> tuple[Multiaddr, ...]:
         try:
@@ -200,8 +222,11 @@ class Libp2pHost:
             return peer
         peer_id = ID.from_base58(peer)
         known = [address] if address is not None else [*self._stored_addresses(peer_id), *self._book.get(peer)]
-        if not known:
-            known = await self._dht.addresses_of(peer_id)
+        if address is not None:
+            self._dialling.give(address)
+        else:
+            known = await self._dialling.dialled(known)
+            known = known or await self._dialling.dialled(await self._dht.addresses_of(peer_id))
         candidates = list(dict.fromkeys(without_peer(candidate) for candidate in known))
         failure: BaseLibp2pError | None = None
         # One at a time: of several TCP addresses the library would only dial the first.
@@ -219,6 +244,8 @@ class Libp2pHost:
                     raise PeerUnreachable(f"{peer} closed the connection: it may be full or refuse this node")
                 await trio.sleep(0.002)
             self._book.add(peer, (candidate,))
+            if address is not None:  # its owner gave it, maybe by a name
+                self._dialling.known.include(self._remote(peer_id))
             return peer
         if candidates:
             self._peerstore.add_addrs(peer_id, candidates, ADDRESS_SECONDS)
@@ -269,7 +296,8 @@ class Libp2pHost:
             if took is None:
                 await self.disconnect(peer)
             else:
-                self.connected[peer] = Connection(self._direction(ID.from_base58(peer)), took)
+                peer_id = ID.from_base58(peer)
+                self.connected[peer] = Connection(self._direction(peer_id), took, self._remote(peer_id))
 
         while True:
             await trio.sleep(PING_INTERVAL)

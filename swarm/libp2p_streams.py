@@ -66,12 +66,16 @@ class Streams:
         runtime: Runtime,
         answer: Callable[[str, str, bytes], Awaitable[bytes]],
         refuses: Callable[[str], bool],
+        oversize: Callable[[str, str], None],
     ) -> None:
-        """`answer`: runs the handler of (protocol, peer, request), raises RequestFailed, of which Busy is passed on."""
+        """`answer`: runs the handler of (protocol, peer, request), raises RequestFailed, of which Busy is passed on.
+        `oversize`: told of the (peer, protocol) of a request over its cap.
+        """
         self._host = host
         self._runtime = runtime
         self._answer = answer
         self._refuses = refuses
+        self._oversize = oversize
         self._serving: Counter[str] = Counter()
         self._idle: dict[str, list[tuple[float, str, INetStream]]] = {}
         self.bytes_in = 0
@@ -93,6 +97,8 @@ class Streams:
                     await self._serve_one(stream, peer, protocol, max_request)
             except FrameClosed:
                 whole = True
+            except FrameTooLarge:
+                self._oversize(peer, protocol)
             except expected as error:
                 log.debug("stream of %s on %s reset: %r", peer, protocol, error)
             except Exception:

@@ -5,8 +5,9 @@ Tokens are kept as SHA-256 only: whoever reads the database cannot make an invit
 
 import hashlib
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from ipaddress import IPv6Address, ip_address, ip_network
 from pathlib import Path
 
 from protocol.board import MAX_MEMBERS, Member, MemberList, Role
@@ -70,8 +71,11 @@ class Membership:
             )  # fmt: skip
         return token
 
-    def enter(self, peer: str, token: bytes) -> str:
-        """Let a peer in; its role. A member stays what it is, and no use of the token is taken. Raises NotAdmitted."""
+    def enter(self, peer: str, token: bytes, idle: Callable[[], Iterable[str]] = tuple) -> str:
+        """Let a peer in; its role. A member stays what it is, and no use of the token is taken. Raises NotAdmitted.
+
+        Where the list is full, the first of `idle` that came without an invite makes room.
+        """
         now = self._clock()
         with self._db.transaction():
             if self._db.one("SELECT 1 FROM coordinator_kicked WHERE peer = ?", peer):
@@ -95,10 +99,17 @@ class Membership:
             elif self._listed_only:
                 raise NotAdmitted("this swarm takes invites of its coordinator only; ask for one")
             (count,) = self._db.one("SELECT COUNT(*) FROM coordinator_members") or (0,)
-            if count >= self._most:
+            if count >= self._most and not self._make_room(idle()):
                 raise NotAdmitted(f"the swarm is full: {self._most} members")
             self._db.execute("INSERT INTO coordinator_members VALUES (?,?,?,?)", peer, role, now, invite)
         return str(role)
+
+    def _make_room(self, idle: Iterable[str]) -> bool:
+        """Take one off the list that may ask again. Who was let in by an invite could not, and stays."""
+        if self._listed_only:
+            return False
+        leave = "DELETE FROM coordinator_members WHERE peer = ? AND role = 'member' AND invite IS NULL"
+        return any(self._db.execute(leave, peer) for peer in idle)
 
     def kick(self, peer: str, reason: str) -> None:
         """Take a peer off the list and keep it off. Raises NoSuchMember."""
@@ -159,6 +170,14 @@ class Membership:
             for peer in members.kicked:
                 at, reason = why.get(peer, (self._clock(), ""))
                 self._db.execute("INSERT INTO coordinator_kicked VALUES (?,?,?)", peer, at, reason)
+
+
+def network_of(host: str) -> str:
+    """The network that an IP address is counted as: its /24, or the /48 of IPv6."""
+    address = ip_address(host.partition("%")[0])
+    if isinstance(address, IPv6Address) and address.ipv4_mapped is not None:
+        address = address.ipv4_mapped
+    return str(ip_network((address, 24 if address.version == 4 else 48), strict=False))
 
 
 def _hash(token: bytes) -> bytes:

@@ -23,6 +23,7 @@ from swarm.transport import (
     Event,
     Handler,
     Message,
+    OversizeRequest,
     PeerConnected,
     PeerDisconnected,
     PeerUnreachable,
@@ -52,13 +53,22 @@ class MemoryHub:
         self._providers: dict[bytes, dict[str, None]] = {}
         self._breaks: dict[str, int] = {}
         self._published = 0
+        self._made = 0
 
     def transport(
-        self, owner: HasPeerId | str, *, event_limit: int = EVENT_LIMIT, throttle: Throttle | None = None
+        self,
+        owner: HasPeerId | str,
+        *,
+        event_limit: int = EVENT_LIMIT,
+        throttle: Throttle | None = None,
+        host: str = "",
     ) -> "MemoryTransport":
-        """A transport for this identity (or peer id), not started."""
+        """A transport for this identity (or peer id), not started. `host`: its IP address; else in a network of its
+        own."""
         peer_id = owner if isinstance(owner, str) else owner.peer_id
-        return MemoryTransport(self, peer_id, event_limit, throttle or Throttle())
+        self._made += 1
+        host = host or f"10.{self._made >> 8 & 255}.{self._made & 255}.1"
+        return MemoryTransport(self, peer_id, host, event_limit, throttle or Throttle())
 
     def partition(self, a: str, b: str) -> None:
         """Cut the wire between two peers: both see a disconnect, and neither can dial the other until `heal`."""
@@ -122,8 +132,8 @@ class MemoryHub:
 class MemoryTransport:
     """One peer of a `MemoryHub`; see `swarm.transport.Transport` for what each method promises."""
 
-    def __init__(self, hub: MemoryHub, peer_id: str, event_limit: int, throttle: Throttle) -> None:
-        self._hub = hub
+    def __init__(self, hub: MemoryHub, peer_id: str, host: str, event_limit: int, throttle: Throttle) -> None:
+        self._hub, self.host = hub, host
         self._peer_id = peer_id
         self._links: dict[str, MemoryTransport] = {}
         self._dialled: set[str] = set()
@@ -171,7 +181,10 @@ class MemoryTransport:
         return tuple(self._links)
 
     def connections(self) -> Mapping[str, Connection]:
-        return {peer: Connection("outbound" if peer in self._dialled else "inbound") for peer in self._links}
+        return {
+            peer: Connection("outbound" if peer in self._dialled else "inbound", host=other.host)
+            for peer, other in self._links.items()
+        }
 
     async def connect(self, multiaddr: str, *, timeout: float) -> str:
         _, marker, peer = multiaddr.rpartition("/p2p/")
@@ -306,6 +319,7 @@ class MemoryTransport:
             raise RequestFailed(f"{self._peer_id} does not serve {protocol}")
         handler, max_request = self._handlers[protocol]
         if len(data) > max_request:
+            self._events.put(OversizeRequest(peer, protocol))
             raise RequestFailed(f"request of {len(data)} bytes on {protocol} is over the cap {max_request}")
         if self._streams[peer] >= MAX_STREAMS_PER_PEER:
             raise RequestFailed(f"{self._peer_id} serves {peer} on {MAX_STREAMS_PER_PEER} streams already")

@@ -61,6 +61,8 @@ class Pulled:
     seconds: float
     bytes_in: int
     """That had to be pulled for it."""
+    signed: int
+    """When the leader signed for it, unix seconds of its clock."""
 
     @property
     def version(self) -> int:
@@ -68,6 +70,9 @@ class Pulled:
 
 
 Arrived = Callable[[Pulled], Awaitable[None]]
+MayTake = Callable[[Sequence[PolicyRecord], int | None], Awaitable[None]]
+"""Awaited with what is to be pulled and its bytes that are not here yet, and again, with None, before each piece and
+before `arrived`: returns once this may go on, however long that is. Raises NoWay where there is no room."""
 
 
 class PolicyPuller:
@@ -91,12 +96,13 @@ class PolicyPuller:
         request_timeout: float,
         poll_seconds: float,
         arrived: Arrived,
+        may_take: MayTake,
     ) -> None:
         """`leader`: its peer id; `model`: mark of the own base model; `max_bytes`: of all that one version takes."""
         self._transport, self._store, self._accounts, self._clock = transport, store, accounts, clock
         self.leader, self._swarm, self._model, self._dtype = leader, swarm, model, dtype
         self._max_bytes, self._timeout, self._poll = max_bytes, request_timeout, poll_seconds
-        self._arrived = arrived
+        self._arrived, self._may_take = arrived, may_take
         self._fetcher = Fetcher(
             transport,
             clock,
@@ -107,7 +113,8 @@ class PolicyPuller:
         self._random = random.Random(transport.peer_id)
         self._key = rendezvous(swarm, leader)
         self._holders: tuple[str, ...] = ()
-        self._looked_at = self._provided_at = -math.inf
+        self._looked_at = -math.inf
+        self._holds_some = asyncio.Event()
         self._refused: set[bytes] = set()
         """Records that led to other weights than they said; only of the present head."""
         self.known: KnownHead | None = None
@@ -132,6 +139,11 @@ class PolicyPuller:
                 continue
 
     async def run(self) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._keep_pulling())
+            tasks.create_task(self._keep_providing())
+
+    async def _keep_pulling(self) -> None:
         while True:
             try:
                 await self._round()
@@ -177,7 +189,9 @@ class PolicyPuller:
         self.up_to_date = not records
         if records:
             await self._pieces(records)
-            await self._arrived(Pulled(tuple(records), self._clock() - started, self.bytes_in - before))
+            await self._may_take(records, None)
+            taken, seconds = self.bytes_in - before, self._clock() - started
+            await self._arrived(Pulled(tuple(records), seconds, taken, known.issued))
         self.problem = ""
 
     async def _newest(self) -> KnownHead | None:
@@ -256,13 +270,15 @@ class PolicyPuller:
     async def _pieces(self, records: Sequence[PolicyRecord]) -> None:
         """Have every piece of these records. Raises NoWay when one cannot be had."""
         sizes = {digest: record.piece_size(number) for record in records for number, digest in enumerate(record.pieces)}
-        missing = iter([(digest, size) for digest, size in sizes.items() if not self._store.has(digest)])
+        wanted = [(digest, size) for digest, size in sizes.items() if not self._store.has(digest)]
+        await self._may_take(records, sum(size for _, size in wanted))
+        missing = iter(wanted)
 
         async def pull_some() -> None:
             for digest, size in missing:
+                await self._may_take(records, None)
                 await self._pull(digest, size)
-                if self._clock() - self._provided_at > PROVIDE_SECONDS:
-                    await self._provide()
+                self._holds_some.set()
 
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -313,14 +329,19 @@ class PolicyPuller:
             self._holders = tuple(peer for peer in found if peer != self._transport.peer_id)[:MAX_HOLDERS]
         return self._holders
 
-    async def _provide(self) -> None:
-        """Say that pieces of this policy are here. Best effort: others ask the leader too."""
-        self._provided_at = self._clock()
-        try:
-            async with asyncio.timeout(self._timeout):
-                await self._transport.provide(self._key)
-        except (TransportError, TimeoutError):
-            self._accounts.counters.dropped_provides += 1
+    async def _keep_providing(self) -> None:
+        """Say that pieces of this policy are here, from the first one on. Best effort: others ask the leader too.
+
+        Beside the pull: where peers do not answer, it takes the whole deadline.
+        """
+        await self._holds_some.wait()
+        while True:
+            try:
+                async with asyncio.timeout(self._timeout):
+                    await self._transport.provide(self._key)
+            except (TransportError, TimeoutError):
+                self._accounts.counters.dropped_provides += 1
+            await asyncio.sleep(PROVIDE_SECONDS)
 
     def _mismatch(self, peer: str, piece: bytes) -> None:
         rejected = Rejected(Reason.hash_mismatch, f"sent {len(piece)} bytes of another hash than asked for")

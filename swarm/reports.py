@@ -44,12 +44,18 @@ class Reports:
         assert row is not None  # an aggregate always has one
         return int(row[0])
 
-    def next_unscored(self, number: int) -> tuple[str, ReportRequest] | None:
-        row = self._db.one(
-            "SELECT peer, body FROM coordinator_reports WHERE number = ? AND found IS NULL ORDER BY rowid LIMIT 1",
-            number,
+    def unscored(self, number: int) -> list[str]:
+        """Whose answers wait to be scored, in the order in which they came."""
+        rows = self._db.all(
+            "SELECT peer FROM coordinator_reports WHERE number = ? AND found IS NULL ORDER BY rowid", number
         )
-        return None if row is None else (row[0], msgspec.msgpack.decode(row[1], type=ReportRequest))
+        return [row[0] for row in rows]
+
+    def report(self, number: int, peer: str) -> ReportRequest:
+        """What a peer handed in that is not scored yet."""
+        row = self._db.one("SELECT body FROM coordinator_reports WHERE number = ? AND peer = ?", number, peer)
+        assert row is not None
+        return msgspec.msgpack.decode(row[0], type=ReportRequest)
 
     def keep_scores(self, number: int, peer: str, report: Report) -> None:
         """What was found in it; the answers are not needed any more."""
@@ -87,8 +93,9 @@ class Reports:
         )
         return {row[0]: int(row[1]) for row in rows}
 
-    def forget_before(self, number: int) -> None:
+    def forget_before(self, number: int, *, heard: int) -> None:
+        """Reports of rounds before `number`, and what was heard in rounds before `heard`."""
         with self._db.transaction():
-            for table in ("coordinator_reports", "coordinator_heard"):
-                self._db.execute(f"DELETE FROM {table} WHERE number < ?", number)
+            self._db.execute("DELETE FROM coordinator_reports WHERE number < ?", number)
+            self._db.execute("DELETE FROM coordinator_heard WHERE number < ?", heard)
         self.waiting_bytes = self._count_waiting()

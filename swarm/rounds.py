@@ -7,6 +7,7 @@ is passed on. Without a coordinator to follow, a node goes on by the clock's epo
 import asyncio
 import hashlib
 import random
+from collections import deque
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -32,6 +33,7 @@ from protocol.rejection import Reason, Rejected
 from protocol.rounds import Round, check_successor, leader_of, open_round
 from swarm.allowance import Allowance
 from swarm.database import StoreError
+from swarm.gate import JUDGED_ALIKE
 from swarm.round_log import Fault, Kept, RoundLog
 from swarm.transport import Busy, Transport, TransportError
 
@@ -77,6 +79,8 @@ class Following:
         self._heard: dict[str, float] = {}
         """When each coordinator last said something itself."""
         self.faults: dict[str, Fault] = {fault.coordinator: fault for fault in log.faults()}
+        self._proofs = {name: (fault.first, fault.second) for name, fault in self.faults.items()}
+        """Sealed records, by who signed them. Replaced as a whole: it is read from another thread."""
         self.head: Kept | None = log.last()
         self.members: MemberList | None = None
         """The newest one known."""
@@ -87,6 +91,10 @@ class Following:
         self.on_members: Callable[[MemberList], None] = lambda members: None
         self.on_asked: Callable[[str], None] = lambda peer: None
         """Told of every peer that asks for the log."""
+        self.on_offence: Callable[[Rejected, str], None] = lambda rejected, peer: None
+        """Told of what no honest peer sends, and who did. May raise StoreError."""
+        self._offences: deque[tuple[Rejected, str]] = deque(maxlen=MAX_WAITING)
+        """Of gossip, as the transport's thread found them."""
         self._take_lists()
 
     @property
@@ -106,17 +114,29 @@ class Following:
         """When it last answered or signed something new; None: not since the start."""
         return self._heard.get(coordinator)
 
+    def heard(self) -> dict[str, float]:
+        """The same of all other coordinators that have."""
+        others = (one for one in self.manifest.coordinators if one != self._transport.peer_id)
+        return {one: self._heard[one] for one in others if one in self._heard}
+
     # -- hearing ---------------------------------------------------------------------------------------------
 
     def check(self, forwarder: str, data: bytes) -> bool:
-        """For gossip, in the transport's thread: whether to deliver and relay. A proof of a fault is relayed too."""
+        """For gossip, in the transport's thread: whether to deliver and relay.
+
+        Of a coordinator at fault only the proof is: who has not heard of the fault needs those records and no others.
+        """
         if not self._gossip.take(forwarder):
             return False
         try:
-            open_round(data, self.manifest, self._clock())
+            signer = open_round(data, self.manifest, self._clock())[0].producer
         except Rejected as rejected:
-            return rejected.reason is Reason.broken_commitment
-        return True
+            if rejected.reason is not Reason.broken_commitment:
+                if rejected.reason in JUDGED_ALIKE:
+                    self._offences.append((rejected, forwarder))
+                return False
+            signer = self._signer(data)
+        return signer not in self._proofs or data in self._proofs[signer]
 
     def hear(self, sealed: bytes, peer: str) -> bool:
         """Take note of a record. True when it was valid and new. Raises StoreError."""
@@ -124,8 +144,7 @@ class Following:
             opened, record = open_round(sealed, self.manifest, self._clock())
         except Rejected as rejected:
             if rejected.reason is Reason.broken_commitment:  # it proves itself
-                signer = unseal(sealed, Domain.round, max_bytes=MAX_ANNOUNCEMENT_BYTES, now=self._clock()).producer
-                self._fault(Fault(signer, str(rejected.reason), rejected.detail, sealed, b""))
+                self._fault(Fault(self._signer(sealed), str(rejected.reason), rejected.detail, sealed, b""))
             return False
         coordinator = opened.producer
         if coordinator in self.faults or self.log.find(opened.digest) is not None:
@@ -152,6 +171,10 @@ class Following:
                 self._soon(peer)
         return True
 
+    def _signer(self, sealed: bytes) -> str:
+        """Of a record that opens."""
+        return unseal(sealed, Domain.round, max_bytes=MAX_ANNOUNCEMENT_BYTES, now=self._clock()).producer
+
     def _breaks(self, before: Kept, after: Kept) -> bool:
         """Whether `after` names `before` and may not follow it: its coordinator is at fault."""
         try:
@@ -172,6 +195,7 @@ class Following:
             return
         self.log.add_fault(fault)
         self.faults[fault.coordinator] = fault
+        self._proofs = {**self._proofs, fault.coordinator: (fault.first, fault.second)}
         self._on_event(
             "coordinator_fault",
             f"coordinator {fault.coordinator}: {fault.reason}: {fault.detail}; it is not followed any more",
@@ -235,10 +259,18 @@ class Following:
         """The leader is asked from time to time, and one other peer: what gossip lost, and whether it is there."""
         while True:
             await asyncio.sleep(self._sync_seconds * self._random.uniform(0.75, 1.25))
+            self._tell_offences()
             if self.leader is not None:
                 self._soon(self.leader)
             if peers := self._transport.peers():
                 self._soon(self._random.choice(peers))
+
+    def _tell_offences(self) -> None:
+        try:
+            while self._offences:
+                self.on_offence(*self._offences.popleft())
+        except StoreError as error:
+            self._on_event("store", str(error))
 
     async def _ask_waiting(self) -> None:
         while True:
@@ -269,7 +301,8 @@ class Following:
             )
             try:
                 answer = msgspec.msgpack.decode(raw, type=RoundsResponse)
-            except (msgspec.DecodeError, RecursionError):
+            except (msgspec.DecodeError, RecursionError) as error:
+                self.on_offence(Rejected(Reason.malformed, f"RoundsResponse: {error}"), peer)
                 return
             self._heard[peer] = self._clock()
             if len(self._heard) > MAX_WAITING:  # only coordinators' times are asked for
@@ -331,7 +364,9 @@ class Following:
         try:
             return msgspec.msgpack.decode(data, type=kind)
         except (msgspec.DecodeError, RecursionError) as error:
-            raise Rejected(Reason.malformed, f"{kind.__name__}: {error}") from error
+            rejected = Rejected(Reason.malformed, f"{kind.__name__}: {error}")
+            self.on_offence(rejected, peer)
+            raise rejected from error
 
     def _counted(self, peer: str, answer: bytes) -> bytes:
         self._allowance.spend(peer, len(answer))

@@ -66,9 +66,19 @@ class Connection:
     """Who dialled: the peer, or this node; None where the library cannot tell."""
     latency: float | None = None
     """Seconds of the last ping's round trip; None where none was made."""
+    host: str = ""
+    """IP address of the other end; empty where it is not known."""
 
 
-Event = PeerConnected | PeerDisconnected | Message
+@dataclass(frozen=True, slots=True)
+class OversizeRequest:
+    """A peer asked with more bytes than `protocol` takes, and they were not read. No honest peer does so."""
+
+    peer: str
+    protocol: str
+
+
+Event = PeerConnected | PeerDisconnected | Message | OversizeRequest
 
 Handler = Callable[[str, bytes], Awaitable[bytes]]
 """Serves one stream request: (verified peer id, request bytes) -> response bytes.

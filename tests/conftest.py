@@ -66,16 +66,26 @@ def no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name)
 
 
-@pytest.fixture
-def evenness(tmp_path: Path, no_variables: None, monkeypatch: pytest.MonkeyPatch) -> EnvironmentSpec:
-    """An environment of its own distribution, found by every process started from the test."""
-    site = tmp_path / "site"
+def install_evenness(site: Path) -> Path:
+    """Put the environment into a directory for PYTHONPATH, as a distribution of its own."""
     info = site / "evenness-1.dist-info"
     info.mkdir(parents=True)
     (site / "evenness.py").write_text(EVENNESS)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: evenness\nVersion: 1\n")
     (info / "entry_points.txt").write_text("[shoal.environments]\nevenness@1 = evenness:Evenness\n")
-    monkeypatch.setenv("PYTHONPATH", str(site))
+    return site
+
+
+@pytest.fixture(scope="session")
+def evenness_site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """For processes that are there before a test begins."""
+    return install_evenness(tmp_path_factory.mktemp("evenness") / "site")
+
+
+@pytest.fixture
+def evenness(tmp_path: Path, no_variables: None, monkeypatch: pytest.MonkeyPatch) -> EnvironmentSpec:
+    """An environment of its own distribution, found by every process started from the test."""
+    monkeypatch.setenv("PYTHONPATH", str(install_evenness(tmp_path / "site")))
     return EnvironmentSpec("evenness", "1", 1, {})
 
 

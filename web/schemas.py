@@ -105,6 +105,9 @@ SCHEMAS: dict[str, Schema] = {
             "resumes_at": {**maybe(NUMBER), "description": "unix seconds at which it goes on by itself"},
             "trained_today_seconds": NUMBER,
             "policy_version": {**maybe(INTEGER), "description": "of the policy that is published, or followed"},
+            "followed": maybe(
+                obj(leader=TEXT, newest=maybe(INTEGER), issued=maybe(NUMBER), answered=maybe(NUMBER), problem=TEXT)
+            ),
         },
     ),
     "Step": obj({"at": NUMBER, "reward": maybe(NUMBER)}, step=INTEGER),
@@ -210,6 +213,7 @@ SCHEMAS: dict[str, Schema] = {
         coordinators=array(TEXT),
         leader=maybe(TEXT),
         leading=FLAG,
+        heard={**mapping(NUMBER), "description": "when each coordinator last answered or signed something new"},
         listed_only=FLAG,
         listed={**FLAG, "description": "whether this node is a member"},
         said={**TEXT, "description": "why the coordinator does not let this node in, or empty"},

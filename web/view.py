@@ -37,7 +37,9 @@ class NodeView(Protocol):
         `last_step_age` (seconds since the last step or, if that is later, the end of a pause; or None),
         `step_deadline` (seconds after which a missing step is a fault), `rss_mb`, `peak_rss_mb`, `memory`
         ({weights, gradients, optimizer} in bytes, as of the last update), `uptime`, `version`, `model`, `engine`
-        (which one samples, and why), `policy_version` (that is published, or followed; or None), `groups` ({published,
+        (which one samples, and why), `policy_version` (that is published, or followed; or None), `followed`
+        (of a follower: `leader`, `newest` version known and when it was `issued`, when the leader `answered` last, and
+        `problem`; or None), `groups` ({published,
         fetched, admitted, rejected: {reason: n}, trained_foreign, trained_followers}, and the counters of
         `web.probes.EXCHANGE_TROUBLE`)."""
 

@@ -18,32 +18,27 @@ from typing import Any
 
 import msgspec
 
+from node.bench.coordinator_member import Simulated
 from node.bench.side import BenchError
-from protocol.assignment import own_task
-from protocol.envelope import Domain, seal
 from protocol.identity import Identity
 from protocol.manifest import Coordination, Manifest, embedded_manifest
 from protocol.messages import (
     ENTER_PROTOCOL,
     REPORT_PROTOCOL,
     ROUNDS_PROTOCOL,
-    Announcement,
     EnterRequest,
     ReportRequest,
     RoundsRequest,
-    announce_topic,
 )
 from protocol.rollout import TaskRef
 from protocol.rounds import Pace, State
-from swarm.access import Access
 from swarm.coordinator import Coordinator
-from swarm.entering import Entering, send_report
 from swarm.membership import Membership
 from swarm.memory import MemoryHub
 from swarm.reports import Reports
 from swarm.round_log import RoundLog
 from swarm.rounds import Following
-from swarm.transport import Message, PeerConnected, TransportStats
+from swarm.transport import TransportStats
 
 MEMBERS = 1000
 NEIGHBOURS = 3
@@ -116,55 +111,6 @@ class Lead:
         following._answer_list = times.waiting("follow", following._answer_list)  # type: ignore[method-assign]
 
 
-class Simulated:
-    """A member that follows, enters and reports, without a model."""
-
-    def __init__(self, hub: MemoryHub, identity: Identity, manifest: Manifest, token: bytes) -> None:
-        self.identity, self.manifest = identity, manifest
-        self.transport = hub.transport(identity)
-        self.following = Following(
-            self.transport, RoundLog(Path(":memory:"), manifest.digest), manifest, time.time, request_timeout=300
-        )
-        self.access = Access(self.transport, manifest, time.time)
-        self.following.on_members = self.access.take
-        self.entering = Entering(self.transport, self.following, token, request_timeout=300)
-
-    async def run(self) -> None:
-        self.following.serve_on(self.transport)
-        async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self.following.run())
-            tasks.create_task(self.entering.run())
-            tasks.create_task(self._listen())
-
-    async def _listen(self) -> None:
-        async for event in self.transport.events():
-            if isinstance(event, Message):
-                self.following.hear(event.data, event.forwarder)
-            elif isinstance(event, PeerConnected):
-                self.following.met(event.peer)
-
-    async def announce(self, slot: int) -> None:
-        """Say that there is a group of the task in this slot."""
-        now = time.time()
-        task = own_task(self.manifest, self.manifest.epoch_at(now), self.identity.peer_id, slot)
-        group = random.Random(f"{self.identity.peer_id}{slot}").randbytes(32)
-        content = Announcement(
-            self.manifest.digest, group, 4096, self.manifest.epoch_at(now), task, "simulated", 8, 0.5, 0.5, 96
-        )
-        raw = seal(self.identity, Domain.announcement, msgspec.msgpack.encode(content), issued=now, expires=now + 600)
-        await self.transport.publish(announce_topic(self.manifest.digest, 0), raw)
-
-    async def report(self) -> None:
-        record, leader = self.following.round, self.following.leader
-        assert record is not None
-        assert leader is not None
-        answers = ("an answer of forty characters, as many are",) * (len(record.mix) * record.tasks)
-        report = ReportRequest(self.manifest.digest, record.number, answers)
-        answer = await send_report(self.transport, leader, report, 300.0)
-        if not answer.taken:
-            raise BenchError(f"a report was not taken: {answer.detail}")
-
-
 async def _score(items: Sequence[tuple[TaskRef, str]]) -> list[float]:
     return [0.5] * len(items)
 
@@ -184,7 +130,8 @@ async def simulate(directory: Path, members: int) -> dict[str, Any]:
     lead = Lead(hub, directory, identity, manifest)
     lead.measure(times)
     token = lead.membership.invite(uses=members, expires=time.time() + 3600, role="member")
-    them = [Simulated(hub, _key(f"member {number}"), manifest, token) for number in range(members)]
+    keys = [_key(f"member {number}") for number in range(members)]
+    them = [Simulated(hub.transport(key), key, manifest, token) for key in keys]
     random_ = random.Random(0)
     for transport in (lead.transport, *(one.transport for one in them)):
         await transport.start()

@@ -63,6 +63,9 @@ async def follow(spec: Mapping[str, Any], say: Say, directory: Path) -> None:
 
         return arrived
 
+    async def room_for_all(size: int) -> str:
+        return ""
+
     async with policy_node("follower", directory) as node:
         await node.transport.connect(spec["address"], timeout=CONNECT_SECONDS)
         make_puller = functools.partial(
@@ -81,9 +84,15 @@ async def follow(spec: Mapping[str, Any], say: Say, directory: Path) -> None:
         )
         # what arrives is timed on its way to the one that takes it
         following = Following(
-            store, trainer, DTYPE, directory / "following.json", lambda take: make_puller(arrived=timed(take))
+            store,
+            trainer,
+            DTYPE,
+            directory / "following.json",
+            lambda take, may_take: make_puller(arrived=timed(take), may_take=may_take),
         )
-        running = asyncio.create_task(following.run())
+        unpaused = asyncio.Event()
+        unpaused.set()
+        running = asyncio.create_task(following.run(unpaused, room_for_all))
         say({"ready": True})
         await asyncio.to_thread(sys.stdin.readline)
         running.cancel()

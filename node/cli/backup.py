@@ -16,7 +16,7 @@ from node.cli.session import Command, Session, with_session
 def backup(session: Session, file: Path, checkpoint: bool, history: bool) -> None:
     """Write identity, settings and swarm into a new FILE. The node may run meanwhile."""
     from node.backup import backup as write
-    from node.cli.output import clock, emit, working
+    from node.cli.output import clock, emit, warn, working
 
     home = session.node()
     with working(session) as say:
@@ -26,8 +26,10 @@ def backup(session: Session, file: Path, checkpoint: bool, history: bool) -> Non
         return
     click.echo(f"Node {contents.peer_id} as of {clock(contents.made)} is in {file} ({file.stat().st_size >> 10} KB)")
     if not home.identity_is_sealed():
-        click.echo("shoal: its key is in there unencrypted: whoever has the file can be this node ; keep it as you "
-                   "keep passwords", err=True)  # fmt: skip
+        warn(
+            session,
+            "its key is in there unencrypted: whoever has the file can be this node ; keep it as you keep passwords",
+        )
 
 
 @click.command(cls=Command)
@@ -37,7 +39,7 @@ def backup(session: Session, file: Path, checkpoint: bool, history: bool) -> Non
 def restore(session: Session, file: Path, force: bool) -> None:
     """Make this home the node that a backup FILE has. The node must be down."""
     from node.backup import restore as put_back
-    from node.cli.output import clock, emit, working
+    from node.cli.output import clock, emit, warn, working
 
     home = session.home()
     with working(session) as say:
@@ -56,4 +58,11 @@ def restore(session: Session, file: Path, force: bool) -> None:
     click.echo(f"Node {contents.peer_id} as of {clock(contents.made)} is in {home.path}{what}")
     if old is not None:
         click.echo(f"What was there before is in {old}; delete it when you are sure")
-    click.echo("Never run two nodes with this identity at once. Next: shoal up")
+    if home.coordinates():
+        log = "" if "node.db" in contents.members else ", and its log is not in it"
+        warn(
+            session,
+            f"this is a coordinator{log}: what it signed after the backup was made and what it signs now would prove "
+            "it false ; start it only if there is no such thing",
+        )
+    click.echo(f"Never run two nodes with this identity at once. Next: {home.starting()}")

@@ -18,6 +18,7 @@ NAMES = (
     "scheduler",
     "drafting",
     "coordinator",
+    "members",
     "policy",
     "soak",
 )
@@ -37,8 +38,8 @@ def bench(session: Session, name: str, threads: int, minutes: float | None) -> N
     prefix merging against plain packing, `memory`: training all weights or adapters, `routing`: rollout and training of
     a mixture of experts, with routing replay and without, `scheduler`: rollout policies on simulated engines,
     `drafting`: sampling with guesses at next tokens and without, `coordinator`: what a member costs a coordinator, with
-    1,000 of them simulated, `policy`: versions of a policy from a leader to a follower, `soak`: two nodes left on, one
-    ended every 10 minutes.
+    1,000 of them simulated, `members`: the same with 32 as processes, `policy`: versions of a policy from a leader to a
+    follower, `soak`: two nodes left on, one ended every 10 minutes.
     """
     if minutes is not None and name != "soak":
         raise click.UsageError(f"--minutes is for soak; {name} ends by itself")

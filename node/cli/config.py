@@ -45,7 +45,7 @@ def show(session: Session, key: str | None) -> None:
 @with_session
 def set_key(session: Session, key: str, value: str) -> None:
     """Write a setting into config.toml (checked first, comments kept). A running node takes it up where it can."""
-    from node.cli.output import cell, emit
+    from node.cli.output import cell, emit, warn
     from node.settings import set_value, shown
 
     home = session.node()
@@ -68,7 +68,7 @@ def set_key(session: Session, key: str, value: str) -> None:
     if not trouble and source != "config.toml":
         trouble = f"{source} overrides it ; unset that for the file to count"
     if trouble:
-        click.echo(f"shoal: {trouble}", err=True)
+        warn(session, trouble)
 
 
 def by_daemon(session: Session, home: "Home", key: str, value: str) -> tuple[Mapping[str, Any] | None, str]:

@@ -40,7 +40,7 @@ def down(session: Session) -> None:
     if session.as_json:
         emit({"state": "STOPPED", "reason": said})
     else:
-        click.echo(f"STOPPED  {said}; run shoal {'coordinator up' if home.coordinates() else 'up'} to go on")
+        click.echo(f"STOPPED  {said}; run {home.starting()} to go on")
 
 
 def farewell(home: "Home") -> str | None:
@@ -75,13 +75,13 @@ def resume(session: Session) -> None:
 
 def answer(session: Session, status: Mapping[str, Any]) -> None:
     """What has become of the node: one that has done its steps, say, cannot be paused."""
-    from node.cli.output import emit, status_line
+    from node.cli.output import emit, status_line, tell
 
     done = {name: status[name] for name in ("state", "reason", "next")}
     if session.as_json:
         emit(done)
     else:
-        click.echo(status_line(done))
+        tell(session, status_line(done))
 
 
 @click.command(name="open", cls=Command)

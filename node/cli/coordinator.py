@@ -13,8 +13,6 @@ from node.cli.session import Group, Session, with_session
 if TYPE_CHECKING:
     from node.home import Home
     from protocol.manifest import Manifest
-    from swarm.membership import Membership
-    from swarm.rounds import Following
 
 UNITS = {"m": 60, "h": 3600, "d": 86400}
 
@@ -66,36 +64,19 @@ def coordinator() -> None:
 @with_session
 def init(session: Session, name: str, file: Path | None, public: bool, standbys: tuple[str, ...]) -> None:
     """Begin a swarm that this home coordinates: identity where there is none, manifest, key."""
-    from node.cli.output import emit
+    from node.cli.output import emit, tell
+    from node.coordinator.at_rest import begin
 
     home = session.home()
     home.init()
     peer_id = session.unlocked().identity().peer_id
-    manifest = begin(home, peer_id, name, file, public=public, standbys=standbys)
+    with home.lock():
+        manifest = begin(home, peer_id, name, file, public=public, standbys=standbys)
     if session.as_json:
         emit({"name": name, "digest": manifest.digest.hex(), "peer_id": peer_id, "coordinators": manifest.coordinators})
         return
     click.echo(f"Swarm {name} ({manifest.digest.hex()[:12]}), coordinated by {peer_id}")
-    click.echo("Next: shoal coordinator up, then shoal coordinator invite")
-
-
-def begin(
-    home: "Home", peer_id: str, name: str, file: Path | None = None, *, public: bool, standbys: tuple[str, ...] = ()
-) -> "Manifest":
-    """Found a swarm of this name in the home, coordinated by `peer_id`."""
-    import secrets
-
-    from node.manifest_file import read_manifest
-    from protocol.manifest import Coordination, embedded_manifest
-
-    named = Coordination((peer_id, *standbys), listed_only=not public)
-    now = time.time()
-    manifest = embedded_manifest(name, now, named) if file is None else read_manifest(file, name, now, named)
-    with home.lock():
-        home.found(manifest, None if public else secrets.token_bytes(32))
-        if public:
-            home.list_publicly(True)
-    return manifest
+    tell(session, "Next: shoal coordinator up, then shoal coordinator invite")
 
 
 @coordinator.command()
@@ -118,7 +99,10 @@ def up(session: Session, invite: str | None, name: str | None) -> None:
         with home.lock():
             home.join(Invite.parse(link))
     elif name and not home.invite_path.exists():
-        begin(home, home.identity().peer_id, name, public=False)
+        from node.coordinator.at_rest import begin
+
+        with home.lock():
+            begin(home, home.identity().peer_id, name, public=False)
     home.swarm()  # raises where there is none: a coordinator begins no swarm of its own accord
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, leave_at_once)
@@ -137,6 +121,7 @@ def invite(session: Session, uses: int, expires: str, role: Any) -> None:
     """Print a link that lets others in. It is a secret; this is the only time that it is shown."""
     from node.cli.output import emit
     from node.cli.swarm import own_addresses
+    from node.coordinator.at_rest import members_of
     from protocol.invite import MAX_BOOTSTRAP, Invite
 
     found = re.fullmatch(r"([1-9]\d{0,5})([mhd])", expires)
@@ -162,6 +147,7 @@ def invite(session: Session, uses: int, expires: str, role: Any) -> None:
 def members(session: Session) -> None:
     """List who takes part, and who was kicked."""
     from node.cli.output import clock, emit, table
+    from node.coordinator.at_rest import members_of
 
     home = session.node()
     membership = members_of(home, coordinated(home))
@@ -187,6 +173,7 @@ def members(session: Session) -> None:
 def kick(session: Session, peer: str, reason: str, undo: bool) -> None:
     """Take a member off the list; all members refuse it from then on."""
     from node.cli.output import emit
+    from node.coordinator.at_rest import members_of
 
     home = session.node()
     manifest = coordinated(home)
@@ -261,22 +248,8 @@ def coordinated(home: "Home") -> "Manifest":
     return manifest
 
 
-def members_of(home: "Home", manifest: "Manifest") -> "Membership":
-    from swarm.membership import Membership
-
-    return Membership(home.database, manifest.digest, time.time, listed_only=manifest.listed_only)
-
-
-def following(home: "Home", manifest: "Manifest") -> "Following":
-    """What this home's database has of the log."""
-    from swarm.memory import MemoryHub
-    from swarm.round_log import RoundLog
-    from swarm.rounds import Following
-
-    return Following(MemoryHub().transport("nobody"), RoundLog(home.database, manifest.digest), manifest, time.time)
-
-
 def shown_part(home: "Home", manifest: "Manifest") -> dict[str, Any]:
+    from node.coordinator.at_rest import following
     from node.view_coordinator import coordination
 
     return coordination(following(home, manifest))
@@ -284,6 +257,8 @@ def shown_part(home: "Home", manifest: "Manifest") -> dict[str, Any]:
 
 def require_lead(session: Session, home: "Home", manifest: "Manifest") -> None:
     """Raises NotLeading: members follow the list of whoever leads, and that is not this home."""
+    from node.coordinator.at_rest import following
+
     me, leader = session.unlocked().identity().peer_id, following(home, manifest).leader
     if leader != me:
         raise NotLeading(f"{leader or 'nobody'} leads this swarm now, not this home's {me} ; do it there")

@@ -60,6 +60,6 @@ def show(session: Session, finding: "Finding") -> None:
     mark = f"{finding.verdict:<4}"
     if not session.no_color:
         mark = click.style(mark, fg=MARKS[finding.verdict], bold=finding.verdict != "ok")
-    click.echo(f"{mark}  {finding.check:<12}  {printable(finding.said)}")
+    click.echo(f"{mark}  {finding.check:<12}  {printable(session.hints(finding.said))}")
     if finding.fix:
-        click.echo(f"{'':>20}-> {printable(finding.fix)}")
+        click.echo(f"{'':>20}-> {printable(session.hints(finding.fix))}")

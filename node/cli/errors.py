@@ -1,9 +1,13 @@
-"""Every error of the command line becomes one line, `shoal: <what> ; <fix>`, and an exit code."""
+"""Every error of the command line becomes an exit code and two lines: what is wrong, and what to do about it.
+
+An error's own text is `<what> ; <fix>`, in one line.
+"""
 
 import json
 import logging
 import sys
 import traceback
+from collections.abc import Callable
 from types import TracebackType
 from typing import Literal
 
@@ -47,6 +51,17 @@ def judge(error: BaseException) -> tuple[int, str]:
     return FAILURE, f"unexpected {type(error).__name__}: {error} ; run it again with -v and report the traceback"
 
 
+def parted(text: str) -> tuple[str, str]:
+    """(what is wrong, what to do) of a text."""
+    what, _, fix = text.partition(" ; " if " ; " in text else "; ")
+    return what, fix
+
+
+def in_lines(kind: str, what: str, fix: str) -> str:
+    """For a person; `kind`: Error or Warning."""
+    return f"{kind}: {what}\nFix: {fix}" if fix else f"{kind}: {what}"
+
+
 def logs_json() -> bool:
     """Whether this process logs JSON on stderr: then its last words are an entry of that log, for who collects it."""
     logs = sys.modules.get("node.logs")  # not imported for this: it would cost every call that fails
@@ -60,8 +75,9 @@ def logs_json() -> bool:
 class Reporting:
     """Around a whole call: prints an error in the form that was asked for and leaves with its exit code."""
 
-    def __init__(self, as_json: bool, verbose: bool) -> None:
-        self.as_json, self.verbose = as_json, verbose
+    def __init__(self, as_json: bool, verbose: bool, hints: Callable[[str], str]) -> None:
+        """`hints`: makes commands in a text those for the home that was named."""
+        self.as_json, self.verbose, self._hints = as_json, verbose, hints
 
     def __enter__(self) -> None:
         return None
@@ -72,14 +88,13 @@ class Reporting:
         if error is None or isinstance(error, SystemExit | GeneratorExit):
             return False
         code, text = judge(error)
-        text = " ".join(text.split())
-        what, _, fix = text.partition(" ; " if " ; " in text else "; ")
+        what, fix = parted(self._hints(" ".join(text.split())))
         if self.verbose and not isinstance(error, click.ClickException | click.Abort):
             traceback.print_exception(error, file=sys.stderr)
         if not self.as_json and logs_json():
-            logging.getLogger("node.cli").error("%s", text)
+            logging.getLogger("node.cli").error("%s", "; ".join(filter(None, (what, fix))))
         elif self.as_json:
             click.echo(json.dumps({"error": what, "fix": fix, "kind": type(error).__name__, "code": code}), err=True)
         else:
-            click.echo(f"shoal: {what} ; {fix}" if fix else f"shoal: {what}", err=True)
+            click.echo(what if code == INTERRUPTED else in_lines("Error", what, fix), err=True)
         raise SystemExit(code) from error

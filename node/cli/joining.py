@@ -40,7 +40,7 @@ class NobodyToAsk(Exception):
 @with_session
 def join(session: Session, wanted: str, via: Sequence[str]) -> None:
     """Belong to a swarm from the next start on: of an invite (shoal:...), or a public one by its name or digest."""
-    from node.cli.output import emit
+    from node.cli.output import emit, tell
     from protocol.invite import SCHEME, Invite
 
     home = session.node()
@@ -57,7 +57,7 @@ def join(session: Session, wanted: str, via: Sequence[str]) -> None:
     if session.as_json:
         emit({"swarm": invitation.name, "digest": digest})
     else:
-        click.echo(f"Joined swarm {invitation.name} ({digest[:12]})\nNext: shoal up")
+        tell(session, f"Joined swarm {invitation.name} ({digest[:12]})\nNext: shoal up")
 
 
 @swarm.command()
@@ -65,7 +65,7 @@ def join(session: Session, wanted: str, via: Sequence[str]) -> None:
 @with_session
 def discover(session: Session, via: Sequence[str]) -> None:
     """List the public swarms that can be reached from here; `shoal join NAME` joins one."""
-    from node.cli.output import emit, table
+    from node.cli.output import emit, table, warn
 
     found, problems = look_up(session, session.node(), via)
     now = time.time()
@@ -98,7 +98,7 @@ def discover(session: Session, via: Sequence[str]) -> None:
     columns = ["name", "digest", "members seen", "age in days", "coordinator", "environments"]
     table(session, columns, rows, "Nobody lists a swarm there. Begin one: shoal swarm create NAME --public")
     for problem in problems[:5]:
-        click.echo(f"shoal: {problem}", err=True)
+        warn(session, problem)
 
 
 @swarm.command()

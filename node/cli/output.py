@@ -9,6 +9,7 @@ from typing import Any
 
 import click
 
+from node.cli.errors import in_lines, parted
 from node.cli.session import Session
 from node.logs import printable
 
@@ -35,6 +36,16 @@ def working(session: Session, *, only_terminal: bool = False) -> Iterator[Callab
         say("")
 
 
+def tell(session: Session, text: str) -> None:
+    """Print words for a person, in which commands may be named."""
+    click.echo(session.hints(text))
+
+
+def warn(session: Session, text: str) -> None:
+    """Print `<what> ; <fix>` on stderr."""
+    click.echo(in_lines("Warning", *parted(session.hints(text))), err=True)
+
+
 def emit(value: Any) -> None:
     """Print one JSON value."""
     click.echo(json.dumps(value, indent=2 if sys.stdout.isatty() else None))
@@ -43,7 +54,7 @@ def emit(value: Any) -> None:
 def table(session: Session, columns: Sequence[str], rows: Sequence[Sequence[Any]], empty: str) -> None:
     """Print rows under column names, or `empty`, which says why there are none and what to do."""
     if not rows:
-        click.echo(empty)
+        tell(session, empty)
         return
     cells = [[cell(value) for value in row] for row in rows]
     if sys.stdout.isatty():

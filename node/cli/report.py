@@ -16,7 +16,7 @@ from node.cli.session import Command, Session, with_session
 def report(session: Session, run: Path | None, output: Path) -> None:
     """Write one HTML page about a run: reward, held-out score, loss, exchange, settings, peers.
 
-    RUN is a home, or the directory of a `shoal local` with its node-N; without it, this node's home. The node may run:
+    RUN is a home, or the directory of a `shoal local` with its nodes; without it, this node's home. The node may run:
     its database is only read. The page loads nothing from elsewhere.
     """
     from node.cli.output import emit, working

@@ -38,6 +38,10 @@ class Session:
 
         return Home(self.home_path)
 
+    def hints(self, text: str) -> str:
+        """Words for a person, in which every command is one for this home."""
+        return text if self.home_path is None else self.home().hints(text)
+
     def node(self) -> Home:
         """The home, initialised. Raises NotInitialised."""
         home = self.home()
@@ -126,7 +130,8 @@ class Group(click.Group):
     def main(self, args: Any = None, prog_name: str | None = None, **extra: Any) -> Any:  # type: ignore[override]
         args = sys.argv[1:] if args is None else list(args)
         extra.pop("standalone_mode", None)
-        with Reporting(as_json="--json" in args, verbose=bool({"-v", "--verbose"} & set(args))):
+        session = extra.setdefault("obj", Session())
+        with Reporting("--json" in args, bool({"-v", "--verbose"} & set(args)), session.hints):
             code = super().main(args, prog_name or "shoal", standalone_mode=False, **extra)
             sys.exit(code if isinstance(code, int) else 0)
 

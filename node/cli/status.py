@@ -21,7 +21,7 @@ WATCH_SECONDS = 2.0
 @with_session
 def status(session: Session, watch: bool) -> None:
     """Say what the node does, why, and what to do about it."""
-    from node.cli.output import emit, facts, status_line
+    from node.cli.output import emit, facts, status_line, tell
     from node.client import DaemonUnreachable
 
     def ask() -> Any:
@@ -35,7 +35,7 @@ def status(session: Session, watch: bool) -> None:
         if session.as_json:
             emit(now)
         else:
-            click.echo(status_line(now))
+            tell(session, status_line(now))
             facts(overview(now))
         return
     terminal = sys.stdout.isatty() and not session.as_json
@@ -44,11 +44,11 @@ def status(session: Session, watch: bool) -> None:
             click.echo(json.dumps(now))
         elif terminal:
             click.clear()
-            click.echo(status_line(now))
+            tell(session, status_line(now))
             facts(overview(now))
         else:
             reward = "-" if now["reward"] is None else f"{now['reward']:.3f}"
-            click.echo(f"{status_line(now)}  step {now['step']}  reward {reward}  peers {now['peers']}")
+            tell(session, f"{status_line(now)}  step {now['step']}  reward {reward}  peers {now['peers']}")
         time.sleep(WATCH_SECONDS)
         now = ask()
 

@@ -41,7 +41,7 @@ def create(session: Session, name: str, file: Path | None, private: bool, public
     """Begin a swarm: write its manifest into this home."""
     import secrets
 
-    from node.cli.output import emit
+    from node.cli.output import emit, tell
     from node.manifest_file import read_manifest
     from protocol.manifest import embedded_manifest
 
@@ -57,17 +57,17 @@ def create(session: Session, name: str, file: Path | None, private: bool, public
     if session.as_json:
         emit({"name": name, "digest": manifest.digest.hex(), "private": private, "public": public})
     else:
-        click.echo(f"Swarm {name} ({manifest.digest.hex()[:12]}) made\nNext: shoal up, then shoal swarm invite")
+        tell(session, f"Swarm {name} ({manifest.digest.hex()[:12]}) made\nNext: shoal up, then shoal swarm invite")
         if public:
-            click.echo("Others find it through any node of a public swarm: shoal swarm discover --via MULTIADDR, which")
-            click.echo("may be an address of this node (shoal swarm invite --json names them under bootstrap)")
+            click.echo("Others find it through any node of a public swarm (swarm discover --via MULTIADDR), which")
+            tell(session, "may be an address of this node (shoal swarm invite --json names them under bootstrap)")
 
 
 @swarm.command()
 @with_session
 def show(session: Session) -> None:
     """Print the swarm's manifest: environments, caps, epochs."""
-    from node.cli.output import emit, facts, table
+    from node.cli.output import emit, facts, table, tell
 
     home = session.node()
     membership, manifest = home.swarm(), home.manifest()
@@ -84,7 +84,7 @@ def show(session: Session) -> None:
         }
     )
     if manifest is None:
-        click.echo("The manifest is not here yet; shoal up fetches it from a peer")
+        tell(session, "The manifest is not here yet; shoal up fetches it from a peer")
         return
     epoch = manifest.epoch_at(time.time())
     facts({"epoch": f"{epoch}, of {manifest.epoch_seconds} s each", "shards": manifest.shards})
@@ -100,7 +100,7 @@ def show(session: Session) -> None:
 def invite(session: Session) -> None:
     """Print a link with which others join this swarm through this node."""
     from node.addresses import caution
-    from node.cli.output import emit
+    from node.cli.output import emit, warn
     from protocol.invite import Invite
 
     home = session.node()
@@ -108,7 +108,7 @@ def invite(session: Session) -> None:
     if manifest is not None and manifest.listed_only:
         raise InvitesElsewhere(
             f"members of {manifest.name!r} are let in by its coordinator {manifest.coordinators[0]} ; "
-            "run `shoal coordinator invite` there"
+            "make an invite there (coordinator invite)"
         )
     addresses = own_addresses(home, session)
     link = Invite(membership.manifest_digest, addresses, membership.psk, membership.name).to_uri()
@@ -117,7 +117,7 @@ def invite(session: Session) -> None:
     else:
         click.echo(link)
     if warning := caution(addresses, session.settings(home).config.network.announce):
-        click.echo(f"shoal: {warning}", err=True)
+        warn(session, warning)
 
 
 def own_addresses(home: "Home", session: Session) -> tuple[str, ...]:

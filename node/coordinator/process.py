@@ -129,7 +129,7 @@ class CoordinatorProcess:
             await web.start()
             self.home.write_daemon(DaemonInfo(os.getpid(), web.url, self.started_at, self.transport.addresses()))
             keep_port(self.home, self.config.network, self.transport)
-            log.info("the dashboard is at %s ; sign in with: %s", web.url, self.home.command("open"))
+            log.info("the dashboard is at %s (sign in with: %s)", web.url, self.home.command("open"))
             log.info("coordinator %s listens at %s", self.identity.peer_id, ", ".join(self.transport.addresses()))
             async with asyncio.TaskGroup() as services:
                 services.create_task(self._watch_transport(), name="transport")
@@ -214,6 +214,7 @@ class CoordinatorProcess:
             self.clock,
             pace,
             patience=config.patience,
+            from_network=config.from_network,
             measured=config.mix == "measured",
             on_event=self._tell,
         )

@@ -32,13 +32,13 @@ class CoordinatorView:
         state, reason, following = node.progress.told()
         none = dict.fromkeys(
             ("reward", "reward_start", "held_out", "held_out_start", "held_out_best", "held_out_steps", "stage_count",
-             "last_step_age", "held_by", "resumes_at")
+             "last_step_age", "held_by", "resumes_at", "followed")
         )  # fmt: skip
         return {
             **none,
             "state": state,
-            "reason": reason,
-            "next": following,
+            "reason": node.home.hints(reason),
+            "next": node.home.hints(following),
             "step": 0,
             "tokens_per_second": 0.0,
             "own_groups": 0,
@@ -104,7 +104,7 @@ class CoordinatorView:
             members=len(lead.membership.members()) if lead else 0,
             invite=node.invite_uri(),
             invite_caution=node.invite_caution(),
-            coordinator=coordination(lead.following, leading=lead.leading) if lead else None,
+            coordinator=coordination(lead.following, leading=lead.leading, heard=lead.heard()) if lead else None,
         )
 
     def events(self, after: int | None, limit: int) -> Sequence[Mapping[str, Json]]:

@@ -7,7 +7,7 @@ from types import MappingProxyType
 
 from node.client import DaemonUnreachable, RequestRefused, connect
 from node.config import Config
-from node.doctor import machine, network, stored
+from node.doctor import machine, network, stored, swarm
 from node.doctor.finding import PROBE_SECONDS, Finding, Subject, fail, failed, ok, warn
 from node.home import Home, HomeError
 from node.oddities import oddities
@@ -76,6 +76,9 @@ CHECKS: Mapping[str, Check] = MappingProxyType(
         "ports": network.ports,
         "reachability": network.reachability,
         "bootstrap": network.bootstrap,
+        "coordinator": swarm.coordinator,
+        "federation": swarm.federation,
+        "averaging": swarm.averaging,
         "python": machine.python,
         "torch": machine.torch_build,
         "device": machine.device,

@@ -26,7 +26,7 @@ def home(subject: Subject) -> list[Finding]:
             warn(
                 "home",
                 f"{node.path} belongs to user {owner}, and this is user {os.getuid()}",
-                "run shoal as its owner: what another user writes there, the node may not read",
+                "run it as its owner: what another user writes there, the node may not read",
             )
         )
     for path, most, secret in (

@@ -35,6 +35,7 @@ def make_engine(
     peer_id: str,
     say: Callable[[str], None],
     number: int = 0,
+    alone: bool = True,
 ) -> TransformersEngine | VllmEngine:
     """The engine, not started yet. `say` is told what it waits for; `number` tells apart those of one node.
 
@@ -71,7 +72,7 @@ def make_engine(
     transfer = make_transfer(config, bundle, device, machine, root)
     address = server.address if server is not None else Address(engine.url)
     client = VllmClient(address, LINE_BYTES + (longest_field(bundle.routing, bundle.context) if bundle.routing else 0))
-    made = VllmEngine(client, bundle, device, transfer, engine, server=server, sleep=sleep, say=say)
+    made = VllmEngine(client, bundle, device, transfer, engine, server=server, sleep=sleep, say=say, alone=alone)
     device.make_room = made.rest
     return made
 
@@ -101,7 +102,17 @@ def make_engines(
     for number, url in enumerate((config.engine.url, *config.engine.others)):
         engine = config.engine.model_copy(update={"url": url, "others": ()})
         theirs = config.model_copy(update={"engine": engine})
-        made = make_engine(setup, theirs, bundle, device, home=home, peer_id=peer_id, say=say, number=number)
+        made = make_engine(
+            setup,
+            theirs,
+            bundle,
+            device,
+            home=home,
+            peer_id=peer_id,
+            say=say,
+            number=number,
+            alone=not config.engine.others,
+        )
         engines.append(made)
     served = [engine for engine in engines if isinstance(engine, VllmEngine)]
     if len(served) > 1:

@@ -17,7 +17,7 @@ from node.engines.partial import EngineFailed
 from node.engines.requests import check_request
 from node.engines.vllm_client import Ask, ServerGone, ServerRefused, VllmClient
 from node.engines.vllm_probe import ServerFacts
-from node.engines.vllm_server import VllmServer
+from node.engines.vllm_server import OwnServer
 from node.engines.vllm_streams import Group, Stream
 from node.engines.vllm_transfer import WeightTransfer
 from node.engines.vllm_upkeep import Upkeep
@@ -44,17 +44,23 @@ class VllmEngine:
         transfer: WeightTransfer,
         config: EngineConfig,
         *,
-        server: VllmServer | None = None,
+        server: OwnServer | None = None,
         sleep: bool = False,
         say: Callable[[str], None] = log.info,
+        alone: bool = True,
     ) -> None:
-        """`server`: the one to start; None: it runs elsewhere. `sleep`: give GPU memory back when `rest` is called."""
+        """`server`: the one to start; None: it runs elsewhere. `sleep`: give GPU memory back when `rest` is called.
+
+        `alone`: there is no other engine; one of several leaves its work to them while its server is down.
+        """
         self.client, self.bundle, self.device, self.transfer = client, bundle, device, transfer
         self.config, self.server = config, server
         self.version = 0
         self.overlaps = not sleep
         """Whether it samples while the trainer works."""
-        self._upkeep = Upkeep(client, bundle, device, transfer, config, server=server, sleep=sleep, say=say)
+        self._upkeep = Upkeep(
+            client, bundle, device, transfer, config, server=server, sleep=sleep, say=say, alone=alone
+        )
         self._open = self._upkeep.open
         self._slots = asyncio.Semaphore(config.concurrency)
         self._told_unrouted = False

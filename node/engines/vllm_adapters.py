@@ -14,7 +14,7 @@ from node.config import Config
 from node.device import Device
 from node.engines.vllm_client import VllmClient
 from node.engines.vllm_probe import lora_slot
-from node.engines.vllm_server import VllmServer
+from node.engines.vllm_server import OwnServer
 from node.engines.vllm_transfer import FileTransfer
 from node.engines.vllm_weights import WeightFiles
 from node.models import ModelBundle
@@ -74,7 +74,7 @@ class AdapterTransfer(FileTransfer):
         took = time.perf_counter() - started
         log.info("vLLM loaded adapters %s: %.1f MB in %.2f s", name, published.bytes / 1e6, took)
 
-    async def start(self, server: VllmServer) -> None:
+    async def start(self, server: OwnServer) -> None:
         """Start a server with the base model."""
         await server.start(self.bundle.directory)
 

@@ -14,6 +14,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from node.engines.vllm_client import Address
 from swarm.child import inherited, open_log
@@ -44,6 +45,49 @@ class ServerPlan:
     log_path: Path
 
 
+class OwnServer(Protocol):
+    """A server that the node starts and ends: a child process (VllmServer), or one that Ray places (node/large)."""
+
+    @property
+    def address(self) -> Address: ...
+
+    @property
+    def alive(self) -> bool: ...
+
+    async def start(self, model: Path) -> None:
+        """Start it with a model directory, after a pause where it died before. Returns before it answers.
+
+        May raise ServerGone.
+        """
+
+    async def died(self) -> str:
+        """Wait until it ends; why, with the end of its log."""
+
+    async def stop(self) -> None:
+        """End it and all it started, soon."""
+
+    async def close(self) -> None:
+        """The same, for good."""
+
+
+class Pauses:
+    """How long to wait before a start: longer with each failure in a row."""
+
+    def __init__(self) -> None:
+        self._failures = 0
+        self._started: float | None = None
+
+    def before(self, now: float) -> float:
+        """Seconds to wait at `now`, on a monotonic clock, where `began` was said of an earlier start."""
+        if self._started is None:
+            return 0.0
+        self._failures = 1 if now - self._started > HEALTHY_SECONDS else self._failures + 1
+        return min(LONGEST_PAUSE, FIRST_PAUSE * 2 ** (self._failures - 2)) if self._failures > 1 else 0.0
+
+    def began(self, now: float) -> None:
+        self._started = now
+
+
 class VllmServer:
     """One server process, started anew whenever `start` is called after it died. Used from one asyncio loop."""
 
@@ -53,8 +97,7 @@ class VllmServer:
         self.address = Address("http://vllm", str(self.directory / "socket"))
         self.starts = 0
         self._process: asyncio.subprocess.Process | None = None
-        self._failures = 0
-        self._started = 0.0
+        self._pauses = Pauses()
 
     @property
     def pid(self) -> int | None:
@@ -68,14 +111,12 @@ class VllmServer:
     async def start(self, model: Path) -> None:
         """Start it with a model directory, after a pause where it died before. Returns before it answers."""
         assert not self.alive
-        now = asyncio.get_running_loop().time()
-        if self._process is not None:
-            self._failures = 1 if now - self._started > HEALTHY_SECONDS else self._failures + 1
-            await self._reap()
-            if self._failures > 1:
-                await asyncio.sleep(min(LONGEST_PAUSE, FIRST_PAUSE * 2 ** (self._failures - 2)))
+        loop = asyncio.get_running_loop()
+        pause = self._pauses.before(loop.time())
+        await self._reap()
+        await asyncio.sleep(pause)
         clear(self.address.socket)
-        self._started = asyncio.get_running_loop().time()
+        self._pauses.began(loop.time())
         arguments = ["serve", str(model), "--uds", self.address.socket, *self.plan.arguments]
         log.info("starting %s %s (log: %s)", self.plan.command, " ".join(arguments), self.plan.log_path)
         with open_log(self.plan.log_path) as output:

@@ -14,7 +14,7 @@ from torch.cuda import nccl
 from node.device import Device
 from node.engines.vllm_client import VllmClient
 from node.engines.vllm_probe import EngineSetupError
-from node.engines.vllm_server import VllmServer
+from node.engines.vllm_server import OwnServer
 from node.engines.vllm_weights import Published, WeightFiles, WeightFilesError
 from node.models import ModelBundle
 
@@ -39,7 +39,7 @@ class WeightTransfer(Protocol):
     async def load(self, client: VllmClient, seconds: float) -> None:
         """Have the paused server load what was prepared. Raises ServerGone, ServerRefused, EngineSetupError."""
 
-    async def start(self, server: VllmServer) -> None:
+    async def start(self, server: OwnServer) -> None:
         """Start a server with the newest weights."""
 
     def forget(self) -> None:
@@ -58,6 +58,8 @@ class FileTransfer:
 
     def __init__(self, files: WeightFiles, device: Device) -> None:
         self.files, self.device = files, device
+        self._taken: Published | None = None
+        """What this server was given last; other servers may be given the same files."""
 
     async def prepare(self, version: int) -> None:
         await self._published(version)
@@ -75,7 +77,7 @@ class FileTransfer:
             time.perf_counter() - started,
         )
 
-    async def start(self, server: VllmServer) -> None:
+    async def start(self, server: OwnServer) -> None:
         assert self.files.latest is not None
         await server.start(self.files.latest.directory)
 
@@ -90,13 +92,21 @@ class FileTransfer:
         latest = self.files.latest
         if latest is None or latest.version != version:
             # on the model thread: nothing may change the weights while they are written
-            return await self.device.run(self.files.publish, version)
-        try:
-            await asyncio.to_thread(self.files.verify, latest)
-        except WeightFilesError as error:
-            log.warning("%s", error)
-            return await self.device.run(self.files.publish, version)
-        return latest
+            self._taken = await self.device.run(self._current, version)
+        elif latest is not self._taken:  # just written, for another server
+            self._taken = latest
+        else:
+            try:
+                await asyncio.to_thread(self.files.verify, latest)
+            except WeightFilesError as error:
+                log.warning("%s", error)
+                self._taken = await self.device.run(self.files.publish, version)
+        return self._taken
+
+    def _current(self, version: int) -> Published:
+        """On the model thread: another server's call, which was there first, may have written them."""
+        latest = self.files.latest
+        return latest if latest is not None and latest.version == version else self.files.publish(version)
 
 
 class NcclTransfer(FileTransfer):

@@ -17,7 +17,7 @@ from node.device import Device
 from node.engines.partial import EngineFailed
 from node.engines.vllm_client import STREAM_TOKENS, ServerGone, ServerRefused, VllmClient
 from node.engines.vllm_probe import EngineSetupError, ServerFacts, Unreachable, inspect, wait_until_healthy
-from node.engines.vllm_server import VllmServer
+from node.engines.vllm_server import OwnServer
 from node.engines.vllm_streams import Stream
 from node.engines.vllm_transfer import WeightTransfer
 from node.engines.vllm_weights import WeightFilesError
@@ -40,12 +40,15 @@ class Upkeep:
         transfer: WeightTransfer,
         config: EngineConfig,
         *,
-        server: VllmServer | None,
+        server: OwnServer | None,
         sleep: bool,
         say: Callable[[str], None],
+        alone: bool = True,
     ) -> None:
+        """`alone`: no other engine could sample while this one is brought up again."""
         self.client, self.bundle, self.device, self.transfer = client, bundle, device, transfer
         self.config, self.server, self.sleep, self.say = config, server, sleep, say
+        self.alone = alone
         self.facts: ServerFacts | None = None
         """Of the server, once it has been up."""
         self.wanted = 0
@@ -113,13 +116,18 @@ class Upkeep:
             self.asleep, self.loaded = True, None  # weights that it does not keep come again anyway
 
     async def ready(self) -> None:
-        """A server that has the wanted version and is awake. Raises EngineFailed."""
+        """A server that has the wanted version and is awake. Raises EngineFailed.
+
+        One that is down is brought up here where it is alone, else by `want`, after its rest (node/scheduler.py).
+        """
         if self.up and self.loaded == self.wanted and self.open:
             return  # it is at work
         async with self._lock:
             if self.up and not self.open and not self.asleep:
                 await self._look()
             if not self.up:
+                if not self.alone and self.facts is not None:
+                    raise EngineFailed(f"the vLLM server at {self.client.address} is down, and others sample meanwhile")
                 await self._bring_up()
             await self._load()
 
@@ -187,7 +195,7 @@ class Upkeep:
         self.up = True
         self.listen()
 
-    async def _start_own(self, server: VllmServer) -> None:
+    async def _start_own(self, server: OwnServer) -> None:
         """Raises ServerGone when it ends before it answers, Unreachable when it takes too long."""
         if server.alive:  # it is up, and something went wrong all the same
             try:

@@ -8,26 +8,36 @@ so a process that was killed goes on with the weights that it had, under their v
 
 import asyncio
 import logging
+import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+import numpy as np
 
 from node.assign import DataPosition
 from node.federation.changes import BadChanges, Changes
 from node.federation.followed import FollowedPolicy
-from node.federation.weights_file import BadWeights, Shapes, WeightsFile, write_changed, write_weights, write_whole
+from node.federation.weights_file import (
+    WORDS,
+    BadWeights,
+    Shapes,
+    WeightsFile,
+    write_changed,
+    write_weights,
+    write_whole,
+)
 from node.home import write_atomic
 from node.own_groups import OwnGroups
 from node.rollouts import Rollout
 from node.summary import summarise
-from protocol.policy import Weights, claiming
+from protocol.policy import PolicyRecord, Weights, claiming
 from swarm.experience import StoreError
 from swarm.policies import PolicyStore
-from swarm.policy_pulling import Arrived, PolicyPuller, Pulled
+from swarm.policy_pulling import Arrived, MayTake, NoWay, PolicyPuller, Pulled
 
 if TYPE_CHECKING:
     from node.loop import Parts
@@ -35,6 +45,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _NAME = re.compile(r"weights-(\d+)-([0-9a-f]{16})\.safetensors\Z")
+NoRoom = Callable[[int], Awaitable[str]]
+"""Why there is no room for so many bytes more, and what to do; empty: there is."""
 SILENT_SECONDS = 60.0
 """A leader that has not answered for so long is said to be gone."""
 
@@ -65,10 +77,12 @@ class Following:
         trainer: FollowedPolicy,
         dtype: Weights,
         position: Path,
-        make_puller: Callable[[Arrived], PolicyPuller],
+        make_puller: Callable[[Arrived, MayTake], PolicyPuller],
     ) -> None:
         self._store, self._trainer, self._dtype, self._position_path = store, trainer, dtype, position
         self._shapes: Shapes = {name: tuple(p.shape) for name, p in trainer.model.named_parameters()}
+        self._file_bytes = sum(map(math.prod, self._shapes.values())) * np.dtype(WORDS[dtype]).itemsize
+        """Of one version."""
         self._present: Version | None = None
         """What the model has."""
         self._loading: Version | None = None
@@ -78,20 +92,47 @@ class Following:
         self._made: Path | None = None
         """What is being written."""
         self._rounds = 0
-        self.puller = make_puller(self.arrived)
+        self._unpaused: asyncio.Event | None = None
+        self._no_room: NoRoom | None = None
+        self.puller = make_puller(self.arrived, self._may_take)
         self.last: Pulled | None = None
+        self._taken_up: dict[str, Any] | None = None
+        """What the present version cost, until a round's record has it."""
 
     @property
     def staged(self) -> Version | None:
         """The newest version on disk."""
         return self._staged
 
+    def facts(self) -> dict[str, Any]:
+        """JSON values: what is known of the leader's policy."""
+        puller = self.puller
+        known = puller.known
+        return {
+            "leader": puller.leader,
+            "newest": known.head.version if known else None,
+            "issued": known.issued if known else None,
+            "answered": puller.answered_at,
+            "problem": puller.problem,
+        }
+
     # -- beside the loop -------------------------------------------------------------------------------------
 
-    async def run(self) -> None:
-        """Learn of new versions and have them on disk, until cancelled."""
+    async def run(self, unpaused: asyncio.Event, no_room: NoRoom) -> None:
+        """Learn of new versions and have them on disk, until cancelled; only learn while `unpaused` is cleared."""
+        self._unpaused, self._no_room = unpaused, no_room
         await asyncio.to_thread(self._store.verify)
         await self.puller.run()
+
+    async def _may_take(self, records: Sequence[PolicyRecord], size: int | None) -> None:
+        """A pause and a full disk hold pulling up; what it will take, with the file made of it, must have room."""
+        assert self._unpaused is not None
+        assert self._no_room is not None
+        await self._unpaused.wait()
+        if size is not None:
+            files = 1 + (records[0].base is None and len(records) > 1)  # a whole is written, and then changed
+            if why := await self._no_room(size + files * self._file_bytes):
+                raise NoWay(f"version {records[-1].version}: {why}")
 
     async def arrived(self, pulled: Pulled) -> None:
         """Make a file of what was pulled. Raises OSError."""
@@ -183,6 +224,7 @@ class Following:
             seconds=p.clock() - started,
         )
         log.info("round %d: %d groups with version %d", number, len(sampled), p.trainer.step)
+        summary["taken_up"], self._taken_up = self._taken_up, None
         try:
             p.history.record_step(number, {**summary, "stages": dict(p.progress.stages)})
         except StoreError as error:
@@ -204,6 +246,13 @@ class Following:
         if self._present is not None:
             log.info("version %d of the policy is taken up", staged.number)
         self._present, self._loading = staged, None
+        if self.last is not None and self.last.version == staged.number:
+            self._taken_up = {
+                "version": staged.number,
+                "bytes": self.last.bytes_in,
+                "pull_seconds": self.last.seconds,
+                "after_seconds": p.clock() - self.last.signed,
+            }
         self._tidy()
 
     @property
@@ -215,10 +264,10 @@ class Following:
         puller, now = self.puller, p.clock()
         who = f"…{puller.leader[-8:]}"
         meanwhile = f"; practising with version {p.trainer.step} of its policy" if self._leads else ""
-        if puller.problem:
-            p.progress.say("WAITING", f"the policy of {who}: {puller.problem}{meanwhile}", "see shoal logs")
-        elif puller.answered_at is None or now - puller.answered_at > SILENT_SECONDS:
+        if puller.answered_at is None or now - puller.answered_at > SILENT_SECONDS:
             p.progress.say("WAITING", f"the leader {who} does not answer{meanwhile}", "see that it is up: shoal peers")
+        elif puller.problem:
+            p.progress.say("WAITING", f"the policy of {who}: {puller.problem}{meanwhile}", "see shoal logs")
         elif not self._leads:
             p.progress.say("WAITING", f"the policy of {who} is on its way")
         else:

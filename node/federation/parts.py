@@ -1,19 +1,25 @@
 """Makes what a leader and a follower have besides other nodes, from the settings."""
 
 import functools
+from collections.abc import Callable
 
+from node.config_types import PEER
 from node.federation.followed import FollowedPolicy
 from node.federation.followers import Followers
 from node.federation.following import Following
 from node.federation.leading import Leading
 from node.federation.publishing import Publisher
 from node.federation.spot_check import SpotCheck
+from node.federation.teaching import PeerTeacher, Teaching
 from node.home import Home
 from node.loop import Parts, model_mark
 from protocol.identity import Identity
 from swarm.policies import PolicyServing, PolicyStore
 from swarm.policy_pulling import PolicyPuller
+from swarm.teaching import TeachServing
 
+TEACHER_SHARE = 0.5
+"""Of a stage's deadline that a step waits for a teacher among peers: without an answer it goes on."""
 SPARE_BYTES = 64 << 20
 """Of records and headers."""
 
@@ -63,13 +69,55 @@ def make_following(parts: Parts, home: Home) -> Following | None:
         poll_seconds=settings.poll_seconds,
     )
     following = Following(
-        store, p.trainer, settings.dtype, home.path / "following.json", lambda arrived: make_puller(arrived=arrived)
+        store,
+        p.trainer,
+        settings.dtype,
+        home.path / "following.json",
+        lambda arrived, may_take: make_puller(arrived=arrived, may_take=may_take),
     )
     _serve(store, settings.follow, p)
     return following
 
 
+def make_teaching(parts: Parts) -> TeachServing | None:
+    """What answers other nodes' questions about tokens, serving from now on; None where that is not asked for."""
+    p, settings = parts, parts.config.federation
+    if not settings.teach:
+        return None
+    teaching = Teaching(p.bundle, p.device, lambda: p.trainer.step, p.config.train.tokens_per_micro_batch)
+    serving = TeachServing(
+        teaching.answer,
+        p.exchange.accounts,
+        p.clock,
+        swarm=p.manifest.digest,
+        tokens_a_minute=settings.teach_tokens,
+        refused=_refused(p),
+    )
+    serving.serve_on(p.exchange.transport)
+    return serving
+
+
+def peer_teacher(parts: Parts) -> PeerTeacher | None:
+    """The teacher of `train.distill_teacher` where that is another node."""
+    p, name = parts, parts.config.train.distill_teacher
+    if not name.startswith(PEER):
+        return None
+    return PeerTeacher(
+        name.removeprefix(PEER),
+        p.bundle,
+        p.exchange.transport,
+        p.exchange.accounts,
+        p.clock,
+        swarm=p.manifest.digest,
+        seconds=lambda: TEACHER_SHARE * p.config.limits.stage_seconds,
+        tell=lambda message: p.history.event("warning", "teacher", message),
+    )
+
+
 def _serve(store: PolicyStore, leader: str, p: Parts) -> None:
     """Give the policy to whoever may have it."""
-    refused = p.rounds.access.refused if p.rounds else lambda peer: False
-    PolicyServing(store, leader, p.exchange.accounts, p.clock, refused=refused).serve_on(p.exchange.transport)
+    PolicyServing(store, leader, p.exchange.accounts, p.clock, refused=_refused(p)).serve_on(p.exchange.transport)
+
+
+def _refused(p: Parts) -> Callable[[str], bool]:
+    return p.rounds.access.refused if p.rounds else lambda peer: False

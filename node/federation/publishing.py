@@ -11,6 +11,7 @@ the version that a follower's group claims can be made again.
 import asyncio
 import logging
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,6 +45,7 @@ HEAD_SECONDS = 3600.0
 """How long a head holds. It is signed anew in good time, so one that is older is of a leader that is gone."""
 SIGN_SECONDS = 600.0
 READ_BYTES = 4 << 20
+MAX_TOLD = 64
 NEW = "new.safetensors"
 """A version that is being written."""
 
@@ -101,6 +103,7 @@ class Publisher:
         self.skipped = 0
         """Versions that were left out because the one before was not written yet."""
         self.last: Published | None = None
+        self._told: deque[Published] = deque(maxlen=MAX_TOLD)
 
     @property
     def leader(self) -> str:
@@ -150,6 +153,12 @@ class Publisher:
                 self._busy = False
                 del weights
 
+    def published(self) -> list[Published]:
+        """What was published since the last call."""
+        told = list(self._told)
+        self._told.clear()
+        return told
+
     def _sign_again(self) -> None:
         try:
             self._sign()
@@ -169,6 +178,7 @@ class Publisher:
         sizes = {item.base is None: item.size for item in made}
         self.last = Published(version, sizes.get(False), sizes.get(True), copied, self._clock() - started)
         if made:
+            self._told.append(self.last)
             log.info(
                 "version %d of the policy is published: %s bytes of changes, %s as a whole, in %.1f s",
                 version,

@@ -10,6 +10,7 @@ from node.federation.followed import FollowedPolicy
 from node.hardware import Setup, weights_pass_through
 from node.home import Home, models_dir
 from node.interfaces import Trainer
+from node.large.node import LargeNode
 from node.models import ModelBundle, compute_dtype, device_of
 from node.training.local import LocalTrainer
 from node.training.sharded import ShardedTrainer
@@ -19,19 +20,29 @@ ANSWER_SHARE = 0.9
 """Of a stage's deadline that workers have for an answer: then they are started anew, and the stage has not failed."""
 
 
-def make_trainer(bundle: ModelBundle, config: Config, home: Home, *, seconds: Callable[[], float]) -> Trainer:
-    """The trainer, ready. `seconds`: deadline of a stage. Raises ModelError, TrainerLost."""
+def make_trainer(
+    bundle: ModelBundle, config: Config, home: Home, *, seconds: Callable[[], float], large: LargeNode | None = None
+) -> Trainer:
+    """The trainer, ready. `seconds`: deadline of a stage; `large`: has room for its workers elsewhere.
+
+    Raises ModelError, TrainerLost.
+    """
     if config.federation.follow:
         return FollowedPolicy(bundle, config.train)
-    if config.train.shards == 1:
+    if config.train.shards == 1 and large is None:
         return LocalTrainer(bundle, config.train, dumps=home.path / "dumps")
-    plan = worker_plan(bundle, config, home)
+    if large is None:
+        workers, files = Workers(worker_plan(bundle, config, home)), home.path
+    else:
+        plan = large.worker_plan(bundle, config)
+        workers, files = Workers(plan, large.make_launcher(plan)), large.planned.files
     trainer = ShardedTrainer(
         bundle,
         config.train,
-        Workers(plan),
-        handover=home.path / "weights" / "trainer",
+        workers,
+        handover=files / "weights" / "trainer",
         seconds=lambda: ANSWER_SHARE * seconds(),
+        passing=None if files == home.path else files / "checkpoints",
     )
     trainer.start()
     return trainer

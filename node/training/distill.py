@@ -18,6 +18,7 @@ from torch import Tensor
 from node.algorithms.losses import MAX_LOG_RATIO, log_ratio
 from node.config import Config
 from node.config_train import TrainConfig
+from node.config_types import PEER
 from node.device import Device
 from node.engines.vllm_client import Address, VllmClient
 from node.home import models_dir
@@ -75,15 +76,15 @@ def _with(group: TrainGroup, logprobs: Sequence[tuple[float, ...]]) -> TrainGrou
 
 
 def local_teacher(config: TrainConfig) -> str:
-    """Path of the teacher that this process loads; empty: there is none, or it is a server."""
+    """Path of the teacher that this process loads; empty: there is none, or it is a server or another node."""
     path = config.distill_teacher
-    return "" if path.startswith(("http://", "https://")) else path
+    return "" if path.startswith(("http://", "https://", PEER)) else path
 
 
 async def load_teacher(config: Config, policy: ModelBundle, device: Device) -> Teacher | None:
-    """The teacher of `train.distill_teacher`, None without one. Raises TeacherError, ModelError."""
+    """The teacher of `train.distill_teacher` where it is a model or a server. Raises TeacherError, ModelError."""
     path = config.train.distill_teacher
-    if not path:
+    if not path or path.startswith(PEER):
         return None
     if not local_teacher(config.train):
         remote = VllmTeacher(VllmClient(Address(path)), policy, seconds=config.limits.stage_seconds)

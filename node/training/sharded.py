@@ -7,10 +7,12 @@ Workers are either all alive with the same state or none is. When they are lost,
 and the journal lead to the same step (node/loop.py repeats it).
 """
 
+import contextlib
 import dataclasses
 import logging
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -53,15 +55,17 @@ class ShardedTrainer:
         *,
         handover: Path,
         seconds: Callable[[], float],
+        passing: Path | None = None,
     ) -> None:
-        """`handover`: directory for weights on their way into the bundle's model; `seconds`: deadline of an answer.
+        """`handover`: directory for weights on their way into the bundle's model; `seconds`: deadline of an answer;
+        `passing`: directory that workers see, where checkpoints come by; None: they see all that the node does.
 
         Call `start` before anything else.
         """
         self.bundle, self.config = bundle, config
         self.workers = workers
         self.step = 0
-        self._handover, self._seconds = handover, seconds
+        self._handover, self._seconds, self._passing = handover, seconds, passing
         self._recompute, self._halvings, self._retries = False, 0, 0
         """What running out of memory has led to, for as long as the node lives; how often since the last update."""
 
@@ -100,16 +104,41 @@ class ShardedTrainer:
 
     def save(self, directory: Path) -> None:
         """Write the model, and every worker's rows of the moments, into an existing empty directory."""
-        self._ask(Save(str(directory)))
+        self._written(directory, Save)
 
     def load(self, directory: Path) -> None:
         """Inverse of `save`, and of the local trainer's, in place. Raises CheckpointError."""
-        self._ask(Load(str(directory)))
+        if self._passing is None:
+            self._ask(Load(str(directory)))
+        else:
+            with self._passed(self._passing) as seen:
+                shutil.copytree(directory, seen, dirs_exist_ok=True)
+                self._ask(Load(str(seen)))
         self._take_over()
 
     def export(self, directory: Path) -> None:
         """Write only what inference needs: a directory `from_pretrained` loads."""
-        self._ask(Export(str(directory)))
+        self._written(directory, Export)
+
+    def _written(self, directory: Path, command: type[Save] | type[Export]) -> None:
+        """Have workers write files into a directory of the node's. Raises OSError."""
+        if self._passing is None:
+            self._ask(command(str(directory)))
+            return
+        with self._passed(self._passing) as seen:
+            self._ask(command(str(seen)))
+            for file in seen.iterdir():
+                shutil.move(file, directory / file.name)
+
+    @contextlib.contextmanager
+    def _passed(self, passing: Path) -> Iterator[Path]:
+        """An empty directory that workers see, removed at the end."""
+        passing.mkdir(parents=True, exist_ok=True)
+        seen = Path(tempfile.mkdtemp(prefix="checkpoint-", dir=passing))
+        try:
+            yield seen
+        finally:
+            shutil.rmtree(seen, ignore_errors=True)
 
     def snapshot(self, dtype: Literal["float32", "bfloat16"]) -> Mapping[str, torch.Tensor]:
         """A copy of all weights by name in main memory, in that type, as they are computed with now."""

@@ -133,12 +133,12 @@ def _serve(connection: Connection) -> None:
     use_threads(setup.threads)
     device = torch.device(setup.device)
     if setup.device == "cuda":
-        device = torch.device("cuda", setup.rank)
+        device = torch.device("cuda", setup.rank % torch.cuda.device_count())  # Ray shows each worker its own only
         torch.cuda.set_device(device)
         share_gpu(device, setup.gpu_memory_share)
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if setup.device == "cuda" else "gloo",
-        init_method=f"file://{setup.store}",
+        init_method=setup.store,
         rank=setup.rank,
         world_size=setup.count,
         timeout=timedelta(seconds=setup.seconds),

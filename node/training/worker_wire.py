@@ -23,7 +23,7 @@ class Setup(msgspec.Struct, frozen=True, array_like=True):
     rank: int
     count: int
     store: str
-    """File through which the workers find each other."""
+    """Where the workers find each other: an `init_method` of torch.distributed."""
     device: Literal["cpu", "cuda"]
     dtype: Literal["float32", "bfloat16"]
     """Compute type."""

@@ -1,14 +1,10 @@
 """The worker processes of the sharded trainer: started together, asked together, and ended together when one fails."""
 
 import logging
-import os
 import selectors
-import shutil
 import signal
 import socket
 import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -20,8 +16,8 @@ import msgspec
 from node.config_train import TrainConfig
 from node.engines.vllm_server import log_tail
 from node.interfaces import Interrupted
+from node.training.launching import Launcher, LaunchFailed, LocalLauncher, Process
 from node.training.worker_wire import Beat, Command, Done, Failed, Frames, Reply, Setup, WireError, frame
-from swarm.child import inherited, open_log
 
 log = logging.getLogger(__name__)
 
@@ -34,10 +30,6 @@ GRACE_SECONDS = 1.0
 to be gone."""
 END_SECONDS = 2.0
 """For a killed process to be gone; a node has 4 s to stop in all."""
-COMMAND = (sys.executable, "-P", "-m", "node.training.worker")
-"""-P: a `torch.py` in the directory where the node was started is not torch."""
-ROOT = Path(__file__).parents[2]
-"""Where the worker's modules are found: the same ones as the node's."""
 ENDS = ("model", "memory", "error")
 """Kinds of failure after which a worker has ended."""
 
@@ -71,8 +63,9 @@ class WorkersLost(Exception):
 @dataclass(slots=True)
 class _Worker:
     rank: int
-    process: "subprocess.Popen[bytes]"
+    process: Process
     connection: socket.socket
+    where: str = ""
     frames: Frames = field(default_factory=lambda: Frames(msgspec.msgpack.Decoder(Reply).decode))
     heard: float = 0.0
     answer: Done | Failed | None = None
@@ -81,16 +74,17 @@ class _Worker:
 
     @property
     def name(self) -> str:
-        return f"worker {self.rank + 1} (process {self.process.pid})"
+        return f"worker {self.rank + 1} (process {self.process.pid}{self.where and f' on {self.where}'})"
 
 
 class Workers:
     """All methods are called from one thread, but `close`."""
 
-    def __init__(self, plan: WorkerPlan, *, silent: float = SILENT_SECONDS) -> None:
+    def __init__(self, plan: WorkerPlan, launcher: Launcher | None = None, *, silent: float = SILENT_SECONDS) -> None:
+        """`launcher`: None starts them on this machine."""
         self.plan, self._silent = plan, silent
+        self._launcher = launcher or LocalLauncher(plan.log, plan.threads)
         self._workers: list[_Worker] = []
-        self._directory: Path | None = None
 
     @property
     def pids(self) -> list[int]:
@@ -104,12 +98,19 @@ class Workers:
         """Start them with the model as its files have it. Raises WorkersLost."""
         self.kill()
         plan = self.plan
-        self._directory = Path(tempfile.mkdtemp(prefix="shoal-trainer-"))
+        try:
+            launched = self._launcher.launch(plan.count, seconds)
+            self._workers = [_Worker(rank, one.process, one.connection, one.where) for rank, one in enumerate(launched)]
+            log.info("started %d workers: processes %s (log: %s)", plan.count, self.pids, plan.log)
+            meeting = self._launcher.meeting()
+        except LaunchFailed as failed:
+            self.kill()
+            raise WorkersLost(str(failed)) from failed
         setups = [
             Setup(
                 rank=rank,
                 count=plan.count,
-                store=str(self._directory / "store"),
+                store=meeting,
                 device=plan.device,
                 dtype=plan.dtype,
                 model=plan.model,
@@ -122,28 +123,8 @@ class Workers:
             )
             for rank in range(plan.count)
         ]
-        self._workers = [self._launch(rank) for rank in range(plan.count)]
-        log.info("started %d workers: processes %s (log: %s)", plan.count, self.pids, plan.log)
         self._tell([frame(setup) for setup in setups])
         self._answers(seconds, _never)
-
-    def _launch(self, rank: int) -> _Worker:
-        ours, theirs = socket.socketpair()
-        path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-        variables = {"OMP_NUM_THREADS": str(self.plan.threads), "PYTHONPATH": path}
-        if sys.platform == "linux":
-            variables |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}  # all workers are on this machine
-        with theirs, open_log(self.plan.log) as output:
-            process = subprocess.Popen(
-                [*COMMAND, str(theirs.fileno())],
-                pass_fds=(theirs.fileno(),),
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                env={**inherited(os.environ), **variables},
-                start_new_session=True,
-            )
-        return _Worker(rank, process, ours)
 
     def ask(
         self, command: Command, seconds: float, should_stop: Callable[[], bool] = lambda: False
@@ -244,17 +225,14 @@ class Workers:
                 worker.process.wait(END_SECONDS)
             except subprocess.TimeoutExpired:  # inside a driver, say: the kernel ends it when it can
                 log.warning("%s was killed and has not ended within %.0f s", worker.name, END_SECONDS)
-        if self._directory is not None:
-            shutil.rmtree(self._directory, ignore_errors=True)
-            self._directory = None
+        self._launcher.clear()
         self._workers = []
 
     def close(self) -> None:
         """End them for good, from any thread; whoever waits for an answer is told that they are gone."""
         for worker in self._workers:
             worker.process.kill()
-        if self._directory is not None:
-            shutil.rmtree(self._directory, ignore_errors=True)
+        self._launcher.clear()
 
 
 def _never() -> bool:

@@ -29,6 +29,7 @@ from node.home import Home
 from node.models import ModelError, load_model
 from node.training import outer
 from node.training.local import LocalTrainer
+from protocol.invite import Invite
 from protocol.manifest import EnvironmentSpec, make_manifest
 from swarm.averaging import Contribution, Contributions, NotAveraged
 from tests.node.fsdp.conftest import batch
@@ -211,8 +212,7 @@ every = 1000
 method = "diloco"
 every = 3
 timeout = 60
-listen = "/ip4/127.0.0.1/tcp/{port}"
-peers = "{peers}"
+listen = "/ip4/127.0.0.1/tcp/0"
 """
 
 
@@ -271,14 +271,13 @@ def test_two_nodes_have_the_same_weights_after_a_round_and_go_on_when_one_is_kil
     homes = [Home(tmp_path / name) for name in "ab"]
     for home in homes:
         home.init()
-        home.found(manifest)
+        home.config_path.write_text(CONFIG.format(model=model))
     first, second = homes
-    first.config_path.write_text(CONFIG.format(model=model, port=0, peers=""))
+    first.found(manifest, b"k" * 32)
     with started(first) as one:
-        listens = until(lambda: [text for text in events(first) if "listens at" in text], one, first)
-        address = listens[0].split("listens at ")[1].split()[0]
-        second.config_path.write_text(CONFIG.format(model=model, port=0, peers=address))
-        with started(second) as two:
+        invite = until(lambda: first.daemon() and connect(first, timeout=5.0).get("swarm").get("invite"), one, first)
+        second.join(Invite.parse(invite))
+        with started(second) as two:  # their averagers find each other: the swarm has a key
             for home, process in ((first, one), (second, two)):
                 until(lambda home=home: [text for text in events(home) if "averaged after" in text], process, home)
             # the first checkpoint is that of the outer step: nothing else wrote one

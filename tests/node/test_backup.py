@@ -4,8 +4,10 @@ import hashlib
 import json
 import os
 import stat
+import time
 import zipfile
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,10 @@ from node.backup import BackupError, Contents, backup, restore
 from node.checkpoint import CheckpointStore
 from node.history import History
 from node.home import Home, HomeError, HomeLocked
-from protocol.manifest import embedded_manifest
+from protocol.manifest import Coordination, embedded_manifest
+from protocol.rounds import Facts, Pace, first, open_round, seal_round
+from swarm.membership import Membership, NotAdmitted
+from swarm.round_log import RoundLog
 from tests.conftest import Clock
 
 
@@ -207,8 +212,10 @@ def test_a_link_becomes_a_file_that_is_no_link(full: Home, elsewhere: Home, tmp_
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"format": 2}, "is of format 2, this Shoal reads 1 ; restore it with a newer Shoal"),
-        ({"format": None}, "of format None"),
+        ({"format": 3}, "is of format 3, this Shoal reads 1 to 2 ; restore it with a newer Shoal"),
+        ({"format": None}, "no backup of Shoal: format 'None'"),
+        ({"format": 0}, "no backup of Shoal: format '0'"),
+        ({"format": 1.5}, "no backup of Shoal: format '1.5'"),
         ({"members": []}, "cannot be read"),
         ({"members": {}}, "does not list its members"),
         ({"members": {"identity.key": ["a", "b"]}}, "cannot be read"),
@@ -224,6 +231,45 @@ def test_an_index_that_is_not_true(
     with pytest.raises(BackupError, match=words):
         put_back(elsewhere, file)
     assert not list(elsewhere.path.iterdir())
+
+
+def test_an_older_backup_comes_back(full: Home, elsewhere: Home, tmp_path: Path) -> None:
+    members = {"identity.key": full.identity_path.read_bytes(), "config.toml": full.config_path.read_bytes()}
+    file = archive(tmp_path / "b", members, peer_id=full.identity().peer_id, format=1)
+    put_back(elsewhere, file)
+    assert elsewhere.identity().peer_id == full.identity().peer_id
+    assert not (elsewhere.path / "following.json").exists()
+
+
+def test_a_coordinator_is_backed_up_with_its_log_and_goes_on_there(
+    run: Callable[..., Result], home: Home, elsewhere: Home, tmp_path: Path
+) -> None:
+    me = home.identity()
+    manifest = embedded_manifest("lab", 0, Coordination((me.peer_id,), listed_only=True))
+    home.found(manifest, b"k" * 32)
+    now = time.time()
+    with closing(RoundLog(home.database, manifest.digest, durable=True)) as log:
+        record = first(manifest, Facts(b"m" * 32, 0, 0, b"", (1, 1, 1, 1)), Pace(1, 1, 1, 1.0, 0, 2, 1))
+        sealed = seal_round(me, record, now)
+        log.add(*open_round(sealed, manifest, now), sealed)
+    with closing(Membership(home.database, manifest.digest, time.time, listed_only=True)) as members:
+        token = members.invite(uses=1, expires=now + 60, role="member")
+        assert members.enter("anna", token) == "member"
+    file = tmp_path / "b"
+    assert "node.db" in write(home, file).members
+    result = run("--home", elsewhere.path, "restore", file)
+    assert result.exit_code == 0
+    assert "this is a coordinator" in result.stderr
+    assert "its log is not in it" not in result.stderr
+    assert "coordinator up" in result.stdout
+    with closing(RoundLog(elsewhere.database, manifest.digest)) as log:
+        kept = log.last()
+    assert kept is not None
+    assert (kept.sealed, kept.coordinator) == (sealed, me.peer_id)
+    with closing(Membership(elsewhere.database, manifest.digest, time.time, listed_only=True)) as members:
+        assert [one.peer for one in members.members()] == ["anna"]
+        with pytest.raises(NotAdmitted, match="used up"):
+            members.enter("bert", token)
 
 
 def test_a_bomb_is_refused_by_what_it_would_take(full: Home, elsewhere: Home, tmp_path: Path) -> None:

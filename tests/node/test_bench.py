@@ -11,6 +11,7 @@ import pytest
 from node.bench import (
     coordinator,
     exchange,
+    members,
     memory,
     policy,
     rollout_hf,
@@ -244,3 +245,16 @@ async def test_what_a_member_costs_a_coordinator() -> None:
     assert all(spent > 0 for spent in found["cpu_ms_per_member"].values())
     assert found["bytes_per_member"]["round"]["out"] > 0
     assert 0 < found["memory"]["bytes_per_member"] < 100_000
+
+
+@pytest.mark.slow
+@pytest.mark.network
+async def test_members_go_through_a_round_as_processes() -> None:
+    found = await members.compare(1, {}, members=3)
+    spent = found["coordinator_per_member"]
+    assert found["member"]["peers"] >= 1
+    assert spent["cpu_ms"] > spent["of_it_scorer_ms"] >= 0
+    # a report of 32 answers, and eight announcements of 200 bytes at least
+    assert spent["bytes_in"] > 32 * 42 + 8 * 200
+    assert spent["bytes_out"] > 0
+    assert 50 < found["coordinator_resident_mb"] < 400

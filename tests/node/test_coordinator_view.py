@@ -45,6 +45,7 @@ def test_the_view_of_a_coordinator_is_a_nodes(home: Home) -> None:
         members=None,
         leader=me,
         faults={me: fault},
+        heard=lambda: {me: 1.0},
     )
     shown = coordination(following, leading=True)
     assert is_as_described("Coordination", shown)
@@ -56,7 +57,9 @@ def test_the_view_of_a_coordinator_is_a_nodes(home: Home) -> None:
 
     history = SimpleNamespace(series=lambda *asked: {}, events=lambda after, limit: [], event_range=lambda: (1, 0))
     progress = SimpleNamespace(told=lambda: ("IDLE", "round 1 is waiting, 0 members present", ""))
-    lead = SimpleNamespace(following=following, membership=SimpleNamespace(members=lambda: [1, 2]), leading=True)
+    lead = SimpleNamespace(
+        following=following, membership=SimpleNamespace(members=lambda: [1, 2]), leading=True, heard=lambda: {me: 2.0}
+    )
     stats = SimpleNamespace(bytes_in=1, bytes_out=2)
     process: Any = SimpleNamespace(
         home=home, settings=load(home), config=load(home).config, identity=home.identity(), manifest=manifest,
@@ -69,6 +72,7 @@ def test_the_view_of_a_coordinator_is_a_nodes(home: Home) -> None:
     assert is_as_described("Status", view.status())
     assert readiness(view.status()) == []
     assert is_as_described("Swarm", view.swarm())
+    assert (shown["heard"], view.swarm()["coordinator"]["heard"]) == ({me: 1.0}, {me: 2.0})
     assert view.swarm()["members"] == 2
     assert "others need an invite of the coordinator" in view.swarm()["invite_caution"]
     assert is_as_described("Peers", view.peers(0, 10, sort="peer_id", descending=False, search=""))

@@ -9,7 +9,17 @@ import pytest
 from pydantic import ValidationError
 
 from node.config import LimitsConfig
-from node.limits import Disk, clock_time, day_ends, day_of, limit_hold, local_zone, quiet_spans, quiet_until
+from node.limits import (
+    Disk,
+    clock_time,
+    day_ends,
+    day_of,
+    limit_hold,
+    local_zone,
+    no_room,
+    quiet_spans,
+    quiet_until,
+)
 
 BERLIN, NEW_YORK = ZoneInfo("Europe/Berlin"), ZoneInfo("America/New_York")
 ROOM = Disk(used=100 << 20, free=100 << 30, checkpoint=1 << 30)
@@ -147,6 +157,21 @@ def test_hours_a_day_hold_until_midnight() -> None:
 def test_disk(limit: int, disk: Disk | None, reason: str | None) -> None:
     held = hold(LimitsConfig(disk_mb=limit), disk=disk)
     assert held is None if reason is None else held.by == "disk" and held.reason.startswith(reason) and held.next
+
+
+@pytest.mark.parametrize(
+    ("limit", "disk", "why"),
+    [
+        (2000, Disk(1900 << 20, 100 << 30, 0), ""),
+        (2000, Disk((1900 << 20) + 1, 100 << 30, 0), "it takes 100 MB of disk, and limits.disk_mb leaves 99; raise it"),
+        (2000, Disk(2100 << 20, 100 << 30, 0), "it takes 100 MB of disk, and limits.disk_mb leaves 0; raise it"),
+        (0, Disk(9000 << 20, 164 << 20, 0), ""),
+        (0, Disk(9000 << 20, 163 << 20, 0), "it takes 100 MB of disk, and 99 MB can be had; free some disk"),
+    ],
+)
+def test_what_is_about_to_be_written_must_have_room(limit: int, disk: Disk, why: str) -> None:
+    assert no_room(limit, disk, 100 << 20).startswith(why)
+    assert bool(no_room(limit, disk, 100 << 20)) == bool(why)
 
 
 def test_a_disk_that_is_full_counts_before_the_time_of_day() -> None:

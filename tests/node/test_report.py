@@ -75,7 +75,7 @@ def fill(home: Home, reward: float = 0.5) -> None:
 
 @pytest.fixture
 def run_directory(tmp_path: Path, no_variables: None) -> Path:
-    for name, reward in (("node-1", 0.5), ("node-2", 0.25), ("node-10", 0.25)):
+    for name, reward in (("node-1", 0.5), ("node-2", 0.25), ("node-10", 0.25), ("large-1", 0.25)):
         home = Home(tmp_path / "run" / name)
         home.init()
         home.found(embedded_manifest("mine", 0))
@@ -89,7 +89,7 @@ def run_directory(tmp_path: Path, no_variables: None) -> Path:
 def test_a_run_of_several_nodes(run: Callable[..., Result], run_directory: Path, tmp_path: Path) -> None:
     before = {path: path.read_bytes() for path in run_directory.rglob("node.db")}
     result = run("report", run_directory, "-o", tmp_path / "out.html", "--json")
-    assert json.loads(result.stdout)["nodes"] == ["node-1", "node-2", "node-10"]
+    assert json.loads(result.stdout)["nodes"] == ["large-1", "node-1", "node-2", "node-10"]
     parsed = Parsed((tmp_path / "out.html").read_text())
     for words in (
         "node-1", "0.125 to 0.500", "0.250, 0.500, 0.500", "30000", "swarm.own_groups", "(hidden)", "12D3KooWpeer",

@@ -91,6 +91,7 @@ class Leader(Peer):
         self.coordinator = Coordinator(
             self.transport, self.identity, self.manifest, self.following, self.membership, self.reports,
             options.pop("score", score), self.clock, pace, patience=patience, settle=settle, on_event=self.told,
+            **options,
         )  # fmt: skip
 
     async def start(self) -> "Leader":

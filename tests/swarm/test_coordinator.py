@@ -10,8 +10,11 @@ import msgspec
 import pytest
 
 from protocol.messages import (
+    ENTER_PROTOCOL,
     REPORT_PROTOCOL,
     ROUNDS_PROTOCOL,
+    EnterRequest,
+    EnterResponse,
     ReportRequest,
     ReportResponse,
     RoundsRequest,
@@ -19,9 +22,10 @@ from protocol.messages import (
     rounds_topic,
 )
 from protocol.rounds import Pace, Round, State, commitment_of, first, seal_round
-from swarm.coordinator import MAX_WAITING, ScoringUnavailable
-from swarm.membership import Membership, NoSuchMember, NotAdmitted
+from swarm.coordinator import IDLE_ROUNDS, MAX_WAITING, ScoringUnavailable
+from swarm.membership import Membership, NoSuchMember, NotAdmitted, network_of
 from swarm.memory import MemoryHub
+from swarm.rounds import Following
 from swarm.transport import Busy, RequestFailed
 from tests.swarm.coordinated import PACE, Bare, Clock, Leader, Peer, manifest_of, score
 from tests.swarm.world import until, who
@@ -225,6 +229,84 @@ async def test_an_open_swarm_takes_whoever_asks(hall: Hall) -> None:
     assert lead.coordinator.access.refused(anna.id)
 
 
+async def test_one_network_brings_so_many_an_hour_and_others_go_on(hall: Hall) -> None:
+    hall.manifest = manifest_of("lead", listed_only=False)
+    lead = await hall.leader(from_network=3)
+    request = EnterRequest(hall.manifest.digest, b"")
+
+    async def enter(name: str, host: str, token: bytes = b"") -> EnterResponse:
+        peer = hall.hub.transport(who(name), host=host)
+        await peer.start()
+        await peer.connect(lead.transport.addresses()[0], timeout=1)
+        raw = msgspec.msgpack.encode(msgspec.structs.replace(request, token=token))
+        answer = await peer.request(lead.id, ENTER_PROTOCOL, raw, max_bytes=1024, timeout=1)
+        await peer.stop()
+        return msgspec.msgpack.decode(answer, type=EnterResponse)
+
+    flood = [await enter(f"sybil {n}", f"192.0.2.{n}") for n in range(1, 30)]
+    assert [answer.role for answer in flood[:3]] == ["member"] * 3
+    assert {answer.detail for answer in flood[3:]} == {
+        "many peers of 192.0.2.0/24 came in lately; ask later, or with an invite"
+    }
+    assert (await enter("sybil 1", "192.0.2.77")).role == "member"  # it is one already
+    assert (await enter("anna", "192.0.3.1")).role == "member"
+    token = lead.membership.invite(uses=1, expires=hall.clock() + 60, role="member")
+    assert (await enter("invited", "192.0.2.99", token)).role == "member"
+    assert (await enter("sybil 40", "192.0.2.40", b"x" * 16)).role == ""
+    hall.clock.ahead += 1300  # a third of an hour, and a little
+    assert [(await enter(f"late {n}", "192.0.2.7")).role for n in range(2)] == ["member", ""]
+    assert lead.coordinator._newcomers is not None
+    assert len(lead.coordinator._newcomers) == 2
+
+
+@pytest.mark.parametrize(
+    ("host", "network"),
+    [
+        ("203.0.113.9", "203.0.113.0/24"),
+        ("::ffff:203.0.113.9", "203.0.113.0/24"),
+        ("2001:db8:5:6::1", "2001:db8:5::/48"),
+        ("fe80::1%eth0", "fe80::/48"),
+    ],
+)
+def test_the_network_of_an_address(host: str, network: str) -> None:
+    assert network_of(host) == network
+
+
+async def test_who_supplied_nothing_for_long_makes_room_in_a_full_swarm(hall: Hall) -> None:
+    hall.manifest = manifest_of("lead", listed_only=False)
+    lead = await hall.leader()
+    membership, reports = lead.membership, lead.reports
+    membership._most = 4
+    token = membership.invite(uses=1, expires=hall.clock() + 60, role="member")
+    for name, key in (("invited", token), ("idle", b""), ("busy", b""), ("idle too", b"")):
+        assert membership.enter(who(name).peer_id, key) == "member"
+        hall.clock.ahead += 1
+    await hall.member("idle", lead)  # it is there, at least
+    with pytest.raises(NotAdmitted, match="full: 4 members"):  # all came lately
+        membership.enter(who("anna").peer_id, b"", lead.coordinator._idle)
+    hall.clock.ahead += IDLE_ROUNDS * (PACE.round_seconds + PACE.answer_seconds)
+    await until(lambda: lead.following.round is not None)
+    reports.hear(1, {who("busy").peer_id: 1})
+    await until(lambda: who("idle").peer_id in lead.coordinator.present())
+    assert membership.enter(who("anna").peer_id, b"", lead.coordinator._idle) == "member"
+    assert membership.role_of(who("idle too").peer_id) is None
+    assert membership.enter(who("bert").peer_id, b"", lead.coordinator._idle) == "member"
+    with pytest.raises(NotAdmitted, match="full: 4 members"):
+        membership.enter(who("carl").peer_id, b"", lead.coordinator._idle)
+    names = {who(name).peer_id for name in ("invited", "busy", "anna", "bert")}
+    assert {one.peer for one in membership.members()} == names
+    assert not membership.kicked()  # whoever made room may ask again
+
+
+def test_nobody_makes_room_where_all_came_by_invite(tmp_path: Path) -> None:
+    membership = Membership(tmp_path / "lead.db", b"s" * 32, time.time, listed_only=True, most=1)
+    token = membership.invite(uses=2, expires=time.time() + 60, role="member")
+    membership.enter(who("anna").peer_id, token)
+    with pytest.raises(NotAdmitted, match="full"):
+        membership.enter(who("bert").peer_id, token, lambda: [who("anna").peer_id])
+    assert membership.enter(who("anna").peer_id, b"") == "member"
+
+
 async def test_a_quorum_that_published_enough_closes_early(hall: Hall) -> None:
     pace = Pace(600, 30, 2, 0.5, groups=2, tasks=1, samples=1)
     lead = await hall.leader(pace=pace)
@@ -274,6 +356,8 @@ async def test_a_standby_takes_over_in_mid_round(hall: Hall, at: State) -> None:
         await until(lambda: is_at([anna, bert], 1, State.closing))
         assert (await anna.answer([1] * 4)).taken
     await until(lambda: is_at([spare], 1, at) and spare.following.members == lead.following.members)
+    assert set(lead.coordinator.heard()) == {spare.id}
+    assert lead.id in anna.following.heard()
     await hall.kill(lead)
     await until(lambda: anna.following.leader == bert.following.leader == spare.id)
     assert spare.coordinator.leading
@@ -341,6 +425,43 @@ async def test_a_coordinator_that_signs_two_records_for_one_place_is_named_by_al
 
 def forged(record: Round, **changes) -> bytes:
     return seal_round(who("lead"), msgspec.structs.replace(record, **changes), record.opened)
+
+
+async def test_of_a_false_coordinator_only_the_proof_is_relayed_and_a_third_node_learns_by_it(hall: Hall) -> None:
+    lead = await hall.leader()
+    anna, bert = members = await hall.swarm(lead, "anna", "bert")
+    await until(lambda: is_at(members, 1, State.open))
+    head = anna.following.head
+    assert head is not None
+    await hall.kill(lead)
+    # it may sign any number of revisions, each after the one before
+    signed, previous = list[bytes](), head.digest
+    for more in (1, 2, 3):
+        revision = head.record.revision + more
+        signed.append(forged(head.record, revision=revision, previous=previous, members=bytes([more]) * 32))
+        previous = hashlib.sha256(signed[-1]).digest()
+    first_of_two, *others = signed
+    second_of_two = forged(head.record, revision=head.record.revision + 1, previous=head.digest, members=b"m" * 32)
+    assert anna.following.check("x", first_of_two)
+    assert anna.following.hear(first_of_two, "x")
+    assert anna.following.check("x", second_of_two)  # it is relayed before it is known what it proves
+    anna.following.hear(second_of_two, "x")
+    assert set(anna.following.faults) == {lead.id}
+    broken = forged(
+        head.record, state=State.closing, previous=head.digest, seed=b"x" * 32, answers_by=9, members=b"b" * 32
+    )
+    proof, rest = [first_of_two, second_of_two], [*others, broken]
+    for following in (anna.following, Following(anna.transport, anna.log, hall.manifest, hall.clock)):  # a restart
+        assert [following.check("x", sealed) for sealed in proof] == [True, True]
+        assert [following.check("x", sealed) for sealed in rest] == [False, False, False]
+    assert all(bert.following.check("x", sealed) for sealed in rest)  # it knows of no fault
+
+    request = msgspec.msgpack.encode(RoundsRequest(hall.manifest.digest))
+    answer = msgspec.msgpack.decode(await anna.following._answer_rounds(bert.id, request), type=RoundsResponse)
+    assert (answer.records, list(answer.proofs)) == ((), proof)
+    for sealed in proof:
+        bert.following.hear(sealed, anna.id)
+    assert bert.following.faults[lead.id].reason == "equivocation"
 
 
 async def test_what_breaks_a_promise_is_named(hall: Hall) -> None:

@@ -104,6 +104,35 @@ async def test_who_answers_rubbish_costs_only_its_own_answer(world: World) -> No
     assert {problem.split(":")[0] for problem in problems} == {t.peer_id for t in (liar, other, silent)}
 
 
+@pytest.mark.parametrize(
+    ("way_host", "kept"),
+    [
+        ("8.8.8.8", ["/ip4/1.1.1.1/tcp/7946"]),
+        ("192.168.1.2", ["/ip4/192.168.1.1/tcp/8080", "/dns4/router.example/tcp/7946", "/ip4/1.1.1.1/tcp/7946"]),
+    ],
+)
+async def test_a_hostile_listing_sends_nobody_into_their_own_network(
+    world: World, way_host: str, kept: list[str]
+) -> None:
+    way = world.hub.transport(who("way"), host=way_host)
+    await way.start()
+    liar, trap, me = [await world.join(name) for name in ("liar", "trap", "me")]
+    here = f"/p2p/{liar.peer_id}"
+    told = (
+        "/ip4/192.168.1.1/tcp/8080", "/ip4/127.0.0.1/tcp/8420", "/ip6/::1/tcp/8420", "/ip4/0.0.0.0/tcp/7946",
+        "/ip4/169.254.169.254/tcp/8080", "/dns4/router.example/tcp/7946", "/ip4/1.1.1.1/tcp/22",
+        "/ip4/1.1.1.1/tcp/7946",
+    )  # fmt: skip
+    inside = f"/ip4/127.0.0.1/tcp/8420/p2p/{trap.peer_id}"
+    for transport, name, addresses in ((liar, "liar", [one + here for one in told]), (trap, "trap", [inside])):
+        sealed = seal_listing(who(name), Listing(REEF, tuple(addresses), 3), time.time())
+        transport.serve(LISTING_PROTOCOL, lambda peer, data, sealed=sealed: asyncio.sleep(0, sealed), max_request=1)
+        await transport.provide(directory_key(shard_of(REEF)))
+    found, problems = await discover(me, [at(who("way"))], clock=time.time, timeout=20)
+    assert [one.addresses for one in found] == [[one + here for one in kept]]
+    assert problems == [f"{trap.peer_id}: none of its addresses can be dialled from here: {inside}"]
+
+
 async def test_nobody_is_answered_without_end(world: World) -> None:
     await world.join("way")
     node, me = await world.join("a"), await world.join("me")

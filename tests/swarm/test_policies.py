@@ -4,7 +4,7 @@ import asyncio
 import hashlib
 import os
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -96,10 +96,13 @@ class Peer:
             self.pulled.append(pulled)
             self.puller.have = pulled.version, pulled.records[-1].state
 
+        async def may_take(records: Sequence[PolicyRecord], size: int | None) -> None:
+            pass
+
         options = {"model": "mark", "dtype": "bfloat16", "max_bytes": 64 << 20, "request_timeout": 1.0, **options}
         self.puller = PolicyPuller(
             self.transport, self.store, self.accounts, time.time,
-            leader=self.leader, swarm=SWARM, poll_seconds=0.05, **{"arrived": arrived, **options},
+            leader=self.leader, swarm=SWARM, poll_seconds=0.05, **{"arrived": arrived, "may_take": may_take, **options},
         )  # fmt: skip
         self.puller.have = have
         self.running = asyncio.create_task(self.puller.run())

@@ -8,6 +8,7 @@ import pytest
 from swarm.transport import (
     MAX_STREAMS_PER_PEER,
     Busy,
+    OversizeRequest,
     PeerUnreachable,
     RequestFailed,
 )
@@ -125,8 +126,9 @@ async def test_an_answer_over_the_cap_is_not_read(network):
     assert len(await a.request(b.peer_id, ECHO, bytes(1000), max_bytes=1000, timeout=5)) == 1000
 
 
-async def test_a_request_over_the_cap_is_not_served(network):
+async def test_a_request_over_the_cap_is_not_served_and_told(network, read):
     a, b = await network.line(2)
+    seen = read(b)
     served = []
 
     async def count(peer: str, data: bytes) -> bytes:
@@ -138,6 +140,7 @@ async def test_a_request_over_the_cap_is_not_served(network):
         await a.request(b.peer_id, "/shoal/count/1.0.0", bytes(101), max_bytes=10, timeout=5)
     await a.request(b.peer_id, "/shoal/count/1.0.0", bytes(100), max_bytes=10, timeout=5)
     assert served == [100]
+    await seen.saw(OversizeRequest(a.peer_id, "/shoal/count/1.0.0"))
 
 
 async def test_a_broken_answer_is_resumed_elsewhere(network, wait_until):

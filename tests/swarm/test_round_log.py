@@ -162,13 +162,14 @@ def test_reports_are_kept_until_their_round_is_long_over(tmp_path: Path) -> None
     reports.keep_scores(1, "bert", Report((1.0, None), ()))
     assert reports.waiting_bytes == len(body), "what is scored waits no more"
     assert Reports(tmp_path / "node.db", MANIFEST.digest).waiting_bytes == len(body), "after a restart, too"
-    assert reports.next_unscored(1) == ("anna", report)
-    assert reports.next_unscored(2) is None
+    assert reports.unscored(1) == ["anna"]
+    assert reports.report(1, "anna") == report
+    assert reports.unscored(2) == []
     reports.hear(1, {"anna": 2})
     reports.hear(1, {"anna": 3})
     reports.hear(2, {"anna": 1})
     assert (reports.heard(1, 1), reports.heard(1, 2)) == ({"anna": 5}, {"anna": 6})
-    reports.forget_before(2)
+    reports.forget_before(2, heard=2)
     assert reports.waiting_bytes == 0
     assert reports.reporters(1) == set()
     assert reports.heard(1, 2) == {"anna": 1}

@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from ipaddress import ip_address
 
 import pytest
 
@@ -27,6 +28,9 @@ async def test_connect_is_seen_on_both_sides(network, read):
     assert await a.connect(b.addresses()[0], timeout=5) == b.peer_id
     assert {peer: known.direction for peer, known in a.connections().items()} == {b.peer_id: "outbound"}
     assert {peer: known.direction for peer, known in b.connections().items()} == {a.peer_id: "inbound"}
+    for end in (a, b):
+        (known,) = end.connections().values()
+        assert ip_address(known.host).is_private
     await asyncio.sleep(0.1)
     assert seen_a.events == [PeerConnected(b.peer_id)]
 

@@ -293,7 +293,8 @@ class FixtureView:
         """A coordinator in the middle of a round, another one that was proven false."""
         peers = [self._text("") + str(peer["peer_id"]) for peer in self.peer_rows[:12]]
         return {
-            "coordinators": peers[:2], "leader": peers[0] if peers else None, "leading": False, "listed_only": False,
+            "coordinators": peers[:2], "leader": peers[0] if peers else None, "leading": False,
+            "heard": {}, "listed_only": False,
             "listed": False, "said": self._text("the invite is used up; ask for a new one"), "members": len(peers),
             "faults": [{"coordinator": peer, "reason": "equivocation", "detail": self._text("signed two records")}
                        for peer in peers[1:2]],

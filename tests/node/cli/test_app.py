@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 from click.testing import Result
 
+from node.cli.app import shoal
+from node.home import COMMANDS as NAMED
 from node.home import Home
 
 Run = Callable[..., Result]
@@ -67,17 +69,18 @@ def test_json_before_and_after_the_command(run: Run, home: Home, args: tuple[str
         (["status"], 3, "start it with `shoal --home"),
         (["down"], 3, "no daemon runs"),
         (["health"], 3, "no daemon runs"),
-        (["swarm", "show"], 1, "shoal swarm create NAME"),
+        (["swarm", "show"], 1, "swarm create NAME`"),
         (["swarm", "invite"], 1, "is in no swarm"),
     ],
 )
-def test_errors_are_one_line_with_an_exit_code(run: Run, home: Home, args: list[str], code: int, words: str) -> None:
+def test_errors_are_two_lines_with_an_exit_code(run: Run, home: Home, args: list[str], code: int, words: str) -> None:
     result = run("--home", home.path, *args)
     assert (result.exit_code, result.stdout) == (code, "")
-    assert result.stderr.startswith("shoal: ")
+    assert result.stderr.startswith("Error: ")
     assert words in result.stderr
-    assert " ; " in result.stderr
-    assert result.stderr.count("\n") == 1
+    assert "\nFix: " in result.stderr
+    assert " ; " not in result.stderr
+    assert result.stderr.count("\n") == 2
 
     result = run("--home", home.path, *args, "--json")
     error = json.loads(result.stderr)
@@ -90,7 +93,7 @@ def test_errors_are_one_line_with_an_exit_code(run: Run, home: Home, args: list[
 def test_not_initialised(run: Run, tmp_path: Path, command: str) -> None:
     result = run("--home", tmp_path / "none", command)
     assert result.exit_code == 4
-    assert "run `shoal init`" in result.stderr
+    assert f"run `shoal --home {tmp_path / 'none'} init`" in result.stderr
     assert not (tmp_path / "none").exists()
 
 
@@ -98,15 +101,29 @@ def test_traceback_only_when_verbose(run: Run, home: Home) -> None:
     assert "Traceback" not in run("--home", home.path, "status").stderr
     shown = run("--home", home.path, "status", "-v").stderr
     assert "Traceback" in shown
-    assert shown.splitlines()[-1].startswith("shoal: no daemon runs")
+    assert shown.splitlines()[-2].startswith("Error: no daemon runs")
 
 
 def test_a_directory_that_cannot_be_made_is_a_failure(run: Run, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     result = run("--home", tmp_path / "file" / "home", "init")
     assert result.exit_code == 1
-    assert result.stderr.startswith(f"shoal: {tmp_path}/file")
-    assert " ; " in result.stderr
+    assert result.stderr.startswith(f"Error: {tmp_path}/file")
+    assert "\nFix: " in result.stderr
+    assert " ; " not in result.stderr
+
+
+def test_every_command_that_a_message_may_name_is_known() -> None:
+    assert set(NAMED) == set(shoal.commands)
+
+
+def test_commands_in_hints_are_those_for_the_home(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
+    there = f"shoal --home {home.path}"
+    said = "run `shoal up`, or shoal config set KEY VALUE; Shoal 0.1, 'shoal[x]', shoal --home X up, shoal-x up"
+    assert home.hints(said) == said.replace("`shoal up`", f"`{there} up`").replace("shoal config", f"{there} config")
+    assert home.hints(home.hints(said)) == home.hints(said)
+    monkeypatch.setenv("SHOAL_HOME", str(home.path))
+    assert home.hints(said) == said
 
 
 def test_version(run: Run) -> None:
@@ -133,7 +150,7 @@ def test_as_a_process(tmp_path: Path) -> None:
     environment["SHOAL_WEB_PROT"] = "1"
     wrong = call("config", "show")
     assert (wrong.returncode, wrong.stderr) == (
-        2, "shoal: unknown environment variable SHOAL_WEB_PROT ; did you mean SHOAL_WEB_PORT?\n"
+        2, "Error: unknown environment variable SHOAL_WEB_PROT\nFix: did you mean SHOAL_WEB_PORT?\n"
     )  # fmt: skip
     del environment["SHOAL_WEB_PROT"]
     # tests that run in the background inherit an ignored SIGINT, and so would the command
@@ -148,7 +165,7 @@ def test_as_a_process(tmp_path: Path) -> None:
             _, errors = follow.communicate(timeout=10)
         finally:
             follow.kill()
-    assert (follow.returncode, errors.strip()) == (130, "shoal: interrupted")
+    assert (follow.returncode, errors.strip()) == (130, "interrupted")
 
 
 def test_the_process_ends_without_taking_its_modules_apart(home: Home) -> None:

@@ -23,7 +23,7 @@ def test_status_is_a_state_a_reason_and_an_action(run: Run, home: Home, daemon: 
     result = run("--home", home.path, "status")
     assert result.exit_code == 0
     first, *rest = result.stdout.splitlines()
-    assert first == "WAITING  no peer reachable (3 tried), training alone; run shoal peers"
+    assert first == f"WAITING  no peer reachable (3 tried), training alone; run shoal --home {home.path} peers"
     facts = dict(line.split("  ", 1) for line in rest)
     facts = {name: value.strip() for name, value in facts.items()}
     assert facts["step"] == "12"
@@ -49,7 +49,7 @@ def test_status_is_watched_until_ctrl_c(run: Run, home: Home, daemon: Any, monke
     monkeypatch.setattr("node.cli.status.time", SimpleNamespace(sleep=pass_time))
     plain = run("--home", home.path, "status", "--watch")
     assert plain.exit_code == 130
-    assert [line.partition("run shoal peers")[2] for line in plain.stdout.splitlines()] == [
+    assert [line.partition(f"{home.path} peers")[2] for line in plain.stdout.splitlines()] == [
         "  step 12  reward 0.250  peers 1",
         "  step 13  reward 0.250  peers 1",
     ]
@@ -81,19 +81,19 @@ def test_status_of_a_node_that_is_down_says_how_it_ended(run: Run, home: Home) -
         assert result.exit_code == 3
         return result.stderr.strip().replace(str(home.path), "HOME")
 
-    assert told() == "shoal: no daemon runs on HOME ; start it with `shoal --home HOME up`"
+    assert told() == "Error: no daemon runs on HOME\nFix: start it with `shoal --home HOME up`"
     home.write_daemon(DaemonInfo(2**22 + 1, "http://127.0.0.1:9", 1.0))  # no process has such a number
     history = History(home.database, lambda: 86_400.0)
     history.event("info", "resume", "continues after step 3")
-    assert told() == "shoal: no daemon runs on HOME, the last one was killed ; start it with `shoal --home HOME up`"
+    assert told() == "Error: no daemon runs on HOME, the last one was killed\nFix: start it with `shoal --home HOME up`"
     home.remove_daemon()
-    assert told() == "shoal: no daemon runs on HOME ; start it with `shoal --home HOME up`"
+    assert told() == "Error: no daemon runs on HOME\nFix: start it with `shoal --home HOME up`"
     history.event("error", "failed", "CheckpointError: step 4 cannot be repeated ; free some memory")
     history.event("info", "stop", "step 3 is saved")
     at = clock(86_400.0)
     assert told() == (
-        f"shoal: no daemon runs on HOME, the last one failed at {at}: CheckpointError: step 4 cannot be repeated; "
-        "free some memory ; start it with `shoal --home HOME up`"
+        f"Error: no daemon runs on HOME, the last one failed at {at}: CheckpointError: step 4 cannot be repeated; "
+        "free some memory\nFix: start it with `shoal --home HOME up`"
     )
     home.write_daemon(DaemonInfo(2**22 + 1, "http://127.0.0.1:9", 1.0))
     assert "the last one was killed" in told()  # the one that failed was started again since
@@ -101,7 +101,7 @@ def test_status_of_a_node_that_is_down_says_how_it_ended(run: Run, home: Home) -
     history.event("info", "resume", "continues after step 3")
     history.event("info", "stop", "step 3 is saved")
     history.close()
-    assert told() == "shoal: no daemon runs on HOME ; start it with `shoal --home HOME up`"
+    assert told() == "Error: no daemon runs on HOME\nFix: start it with `shoal --home HOME up`"
 
 
 def test_peers_and_steps(run: Run, home: Home, daemon: Any) -> None:
@@ -134,19 +134,27 @@ def test_groups_and_one_group(run: Run, home: Home, daemon: Any) -> None:
 
 def test_an_unknown_group_is_a_failure(run: Run, home: Home, daemon: Any) -> None:
     result = run("--home", home.path, "groups", "cdcd")
-    assert (result.exit_code, result.stderr) == (1, "shoal: no group cdcd ; list them: shoal groups\n")
+    assert (result.exit_code, result.stderr) == (
+        1,
+        f"Error: no group cdcd\nFix: list them: shoal --home {home.path} groups\n",
+    )
     assert run("--home", home.path, "groups", "../status").exit_code == 1
 
 
 def test_pause_resume_and_down(run: Run, home: Home, daemon: Any) -> None:
     paused = run("--home", home.path, "pause", "--reason", "playing")
-    assert paused.stdout == "PAUSED  playing (after the step in progress); run shoal resume to go on\n"
+    assert (
+        paused.stdout.replace(str(home.path), "HOME")
+        == "PAUSED  playing (after the step in progress); run shoal --home HOME resume to go on\n"
+    )
     resumed = json.loads(run("--home", home.path, "resume", "--json").stdout)
     assert resumed == {"state": "TRAINING", "reason": "with 1 peer", "next": ""}
     history = History(home.database, lambda: 86_400.0)
     history.event("info", "stop", "step 3 is saved")
     history.close()
-    assert run("--home", home.path, "down").stdout == "STOPPED  step 3 is saved; run shoal up to go on\n"
+    assert run("--home", home.path, "down").stdout == (
+        f"STOPPED  step 3 is saved; run shoal --home {home.path} up to go on\n"
+    )
     assert daemon.asked == ["pause: playing", "resume", "stop"]
     assert run("--home", home.path, "down").exit_code == 3
 
@@ -159,7 +167,9 @@ def test_settings_go_through_the_running_daemon(run: Run, home: Home, daemon: An
     assert (now.stdout, now.exit_code) == (f"eval.every = 5 in {home.config_path}, in force now\n", 0)
     later = set_key("web.port", "9000")
     assert later.stdout == f"web.port = 9000 in {home.config_path}\n"
-    assert later.stderr.startswith("shoal: the running node takes up web.port at its next start ; shoal down")
+    assert later.stderr.startswith(
+        f"Warning: the running node takes up web.port at its next start\nFix: shoal --home {home.path} down"
+    )
     assert json.loads(set_key("web.port", "9000", "--json").stdout) == {
         "key": "web.port",
         "value": 9000,
@@ -170,12 +180,12 @@ def test_settings_go_through_the_running_daemon(run: Run, home: Home, daemon: An
     wrong = set_key("eval.tasks", "0")
     assert (wrong.exit_code, wrong.stderr) == (
         2,
-        "shoal: eval.tasks = 0 (the request): too few ; set it to a whole number at least 1\n",
+        "Error: eval.tasks = 0 (the request): too few\nFix: set it to a whole number at least 1\n",
     )
     assert set_key("eval.evry", "5").exit_code == 2
     assert "own_groups" not in home.config_path.read_text()
     overridden = set_key("swarm.own_groups", "2")  # the file is for the next start
-    assert overridden.stderr == "shoal: swarm.own_groups is set by a flag of the running node ; leave that out\n"
+    assert overridden.stderr == "Warning: swarm.own_groups is set by a flag of the running node\nFix: leave that out\n"
     assert home.config_path.read_text().endswith("[swarm]\nown_groups = 2\n")
     assert daemon.asked == [
         f"change: {change}"
@@ -195,7 +205,9 @@ def test_settings_go_through_the_running_daemon(run: Run, home: Home, daemon: An
 def test_a_setting_for_a_daemon_that_does_not_answer_is_for_its_next_start(run: Run, home: Home) -> None:
     home.write_daemon(DaemonInfo(os.getpid(), "http://127.0.0.1:9", 1.0))
     result = run("--home", home.path, "config", "set", "eval.every", "5")
-    assert result.stderr == "shoal: the running daemon goes on with what it had ; shoal down, then shoal up\n"
+    assert result.stderr.replace(str(home.path), "HOME") == (
+        "Warning: the running daemon goes on with what it had\nFix: shoal --home HOME down, then shoal --home HOME up\n"
+    )
     assert home.config_path.read_text().endswith("every = 5\n")
 
 

@@ -20,6 +20,7 @@ from click.testing import Result
 from node.cli.session import Session
 from node.client import DaemonUnreachable, connect
 from node.home import Home
+from node.local.prepare import Swarm
 from protocol.identity import Identity
 from protocol.invite import Invite
 from protocol.manifest import embedded_manifest
@@ -37,7 +38,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[tuple[Any, ...
 
     for name in ("node.daemon", "node.bench"):
         monkeypatch.setitem(sys.modules, name, SimpleNamespace(run=record))
-    monkeypatch.setitem(sys.modules, "node.local", SimpleNamespace(run=lambda *a, **o: record(*a, **o) == 0))
+    monkeypatch.setitem(sys.modules, "node.local.supervise", SimpleNamespace(run=lambda *a, **o: record(*a, **o) == 0))
     monkeypatch.setattr(Session, "start_logging", lambda self, file: None)
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     yield made
@@ -55,7 +56,7 @@ def test_up_initialises_an_empty_home_and_founds_a_swarm(
     assert caplog.messages[0] == f"New node {home.identity().peer_id} in {home.path}"
     [((used, settings), options)] = calls
     assert used.path == home.path
-    assert (settings.config.web.port, options) == (0, {"steps": 3, "stay": False, "as_json": False})
+    assert (settings.config.web.port, options) == (0, {"steps": 3, "stay": False, "as_json": False, "cluster": None})
     assert home.manifest() is not None
 
 
@@ -65,12 +66,31 @@ def test_up_joins(run: Run, home: Home, calls: Any, monkeypatch: pytest.MonkeyPa
         Invite(manifest.digest, (f"/ip4/192.0.2.{i}/tcp/1/p2p/{Identity.generate().peer_id}",), None, "theirs")
         for i in (1, 2)
     )
-    assert run("--home", home.path, "up", "--join", first.to_uri()).exit_code == 0
+    assert run("--home", home.path, "up", "--set", "web.port=0", "--join", first.to_uri()).exit_code == 0
     assert home.swarm() == first
     monkeypatch.setenv("SHOAL_JOIN", second.to_uri())
-    assert run("--home", home.path, "up").exit_code == 0
+    assert run("--home", home.path, "up", "--set", "web.port=0").exit_code == 0
     assert home.swarm() == second
     assert len(calls) == 2
+
+
+def test_up_takes_a_cluster_file(run: Run, home: Home, tmp_path: Path, calls: Any) -> None:
+    file = tmp_path / "cluster.toml"
+    file.write_text("[trainer]\nworkers = 4\n[engines]\nnumber = 2\n")
+    assert run("--home", home.path, "up", "--set", "web.port=0", "--large", file).exit_code == 0
+    [((_, settings), options)] = calls
+    assert (options["cluster"].engines.number, options["cluster"].trainer.workers) == (2, 4)
+    assert (settings.config.train.shards, settings.config.rollout.engine) == (4, "vllm")
+    assert settings.sources["train.shards"] == "flag"
+
+    refused = run("--home", home.path, "up", "--large", file, "--set", "train.shards=2")
+    assert (refused.exit_code, "by which it is 4" in refused.output) == (2, True)
+    file.write_text("[trainer]\nworkers = 0\n")
+    refused = run("--home", home.path, "up", "--large", file)
+    assert (refused.exit_code, "trainer.workers = 0" in refused.output) == (2, True)
+    alone = run("--home", home.path, "up", "--plan")
+    assert (alone.exit_code, "give --large FILE" in alone.output) == (2, True)
+    assert len(calls) == 1
 
 
 def link_of_version_3() -> str:
@@ -98,10 +118,10 @@ def test_local_passes_its_flags_on(run: Run, tmp_path: Path, calls: Any) -> None
         run("--home", tmp_path, "local", "--nodes", "3", "--steps", "2", "--set", "eval.every=0", "--json").exit_code
         == 0
     )
-    [((home, settings), options)] = calls
-    assert home.path == tmp_path
+    [((home, settings, swarm), options)] = calls
+    assert (home.path, swarm) == (tmp_path, Swarm(3))
     assert settings.config.eval.every == 0
-    assert options == {"nodes": 3, "steps": 2, "as_json": True, "overrides": {"eval.every": "0"}}
+    assert options == {"steps": 2, "as_json": True, "overrides": {"eval.every": "0"}}
 
 
 def test_local_refuses_what_its_nodes_would_not_see(
@@ -120,8 +140,29 @@ def test_local_refuses_what_its_nodes_would_not_see(
     assert "node-1/config.toml" in ignored.stderr
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--nodes", "0"), "--nodes 0 leaves nobody to train; give --large 1"),
+        (("--nodes", "2", "--others", "3"), "--others 3 is more than --nodes 2; give at most 2"),
+        (("--other-model", "."), "--other-model is for --others; give --others 1"),
+    ],
+)
+def test_local_refuses_what_makes_no_swarm(run: Run, tmp_path: Path, words: tuple[str, ...], said: str) -> None:
+    result = run("--home", tmp_path / "new", "local", *words)
+    assert (result.exit_code, said in result.stderr) == (2, True)
+    assert not (tmp_path / "new").exists()
+
+
+def test_local_of_a_large_node(run: Run, tmp_path: Path, calls: Any) -> None:
+    assert run("--home", tmp_path, "local", "--coordinator", "--large", "1", "--nodes", "3").exit_code == 0
+    [((_, _, swarm), _)] = calls
+    assert swarm == Swarm(3, coordinator=True, large=1, others=1)
+    assert swarm.processes == 5
+
+
 def test_local_that_was_ended_before_its_steps_were_done(run: Run, tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setitem(sys.modules, "node.local", SimpleNamespace(run=lambda *_, **__: False))
+    monkeypatch.setitem(sys.modules, "node.local.supervise", SimpleNamespace(run=lambda *_, **__: False))
     assert run("--home", tmp_path, "local", "--steps", "2").exit_code == 130
 
 
@@ -153,7 +194,7 @@ main()
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_stop_amid_the_imports_ends_at_once(home: Home, number: int) -> None:
-    command = [sys.executable, "-c", STUCK, "--home", str(home.path), "up"]
+    command = [sys.executable, "-c", STUCK, "--home", str(home.path), "up", "--set", "web.port=0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "importing\n"
@@ -185,4 +226,4 @@ def test_for_a_container_every_line_on_stderr_is_json(home: Home) -> None:
         plain = errors("--log-format", "text")
     assert [sorted(entry) for entry in entries] == [["at", "level", "logger", "message"]] * len(entries)
     assert (entries[-1]["level"], "is in use by process" in entries[-1]["message"]) == ("error", True)
-    assert plain[-1].startswith(f"shoal: home {home.path} is in use by process")
+    assert plain[-2].startswith(f"Error: home {home.path} is in use by process")

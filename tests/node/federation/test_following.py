@@ -21,7 +21,7 @@ from node.federation.weights_file import write_weights
 from node.interfaces import Batch, StepSkipped
 from node.models import ModelBundle
 from node.progress import Progress
-from protocol.policy import claim_of
+from protocol.policy import LEAST_PIECE_BYTES, claim_of
 from swarm.accounts import Accounts
 from swarm.experience import ExperienceStore
 from swarm.memory import MemoryHub
@@ -63,14 +63,17 @@ class Follow:
         store, self.trainer = PolicyStore(path / "follower"), FollowedPolicy(bundle, TrainConfig())
         self.following = Following(
             store, self.trainer, dtype, path / "following.json",
-            lambda arrived: PolicyPuller(
+            lambda arrived, may_take: PolicyPuller(
                 self.transport, store, accounts, time.time, leader=LEADER.peer_id, swarm=SWARM, model="mark",
                 dtype=dtype, max_bytes=64 << 20, request_timeout=2.0, poll_seconds=0.1, arrived=arrived,
+                may_take=may_take,
             ),
         )  # fmt: skip
         self.puller = self.following.puller
         self.directory, self.device = store.directory, Device()
         self.recorded: list[int] = []
+        self.unpaused, self.asked_room, self.lacks = asyncio.Event(), list[int](), ""
+        self.unpaused.set()
         history = SimpleNamespace(record_step=lambda step, record: self.recorded.append(step), last_step=lambda: None)
         self.parts: Any = SimpleNamespace(
             config=Config(), bundle=bundle, trainer=self.trainer, engine=self.engine, device=self.device,
@@ -81,8 +84,12 @@ class Follow:
     async def start(self) -> "Follow":
         await self.transport.start()
         self.said = await self.following.recover(self.parts, self.own)  # type: ignore[arg-type]
-        self.running = asyncio.create_task(self.following.run())
+        self.running = asyncio.create_task(self.following.run(self.unpaused, self.no_room))
         return self
+
+    async def no_room(self, size: int) -> str:
+        self.asked_room.append(size)
+        return self.lacks
 
     async def step(self) -> None:
         await self.following.step(self.parts, self.own, lambda rollouts: None)  # type: ignore[arg-type]
@@ -153,6 +160,9 @@ async def test_a_follower_has_every_version_bit_for_bit(place: Place, make_lead:
         await follower.at(version)
         assert follower.engine.version == version
         assert follower.same(lead)
+    facts = follower.following.facts()
+    assert (facts["leader"], facts["newest"], facts["problem"]) == (LEADER.peer_id, 3, "")
+    assert time.time() - 60 < facts["issued"] <= facts["answered"] + 1
     # it began with the same base model, so a whole was never pulled
     whole = (lead.store.directory / "weights-3.safetensors").stat().st_size
     assert follower.following.last is not None
@@ -275,6 +285,76 @@ async def test_a_version_that_comes_while_another_is_loaded_takes_nothing_away(
     await lead.publish()
     await follower.at(2)
     assert [path.name.split("-")[1] for path in paths] == ["1", "2"]
+    assert follower.same(lead)
+
+
+async def until(done: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not done():
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.02)
+
+
+async def test_a_pause_stops_the_pull_between_two_pieces_and_its_end_goes_on_there(
+    place: Place, make_lead: MakeLead, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("node.federation.publishing.piece_bytes_for", lambda size: LEAST_PIECE_BYTES)
+    monkeypatch.setattr("swarm.policy_pulling.AT_ONCE", 1)
+    lead = make_lead()
+    lead.update(4)
+    await lead.publish()
+    await place.serve(lead)
+    follower = await place.follow()
+    pieces = follower.directory / "pieces"
+    put = PolicyStore.put
+
+    def pausing(store: PolicyStore, piece: bytes) -> bytes:
+        if store.directory == follower.directory and len(list(pieces.iterdir())) == 1:  # the record is there
+            loop.call_soon_threadsafe(follower.unpaused.clear)
+        return put(store, piece)
+
+    loop = asyncio.get_running_loop()
+    monkeypatch.setattr(PolicyStore, "put", pausing)
+    await until(lambda: not follower.unpaused.is_set())
+    await asyncio.sleep(0.3)
+    there = {path.name for path in pieces.iterdir()}
+    wanted = len(list((lead.store.directory / "pieces").iterdir()))
+    assert (len(there), wanted) == (2, 3)
+    await asyncio.sleep(0.5)
+    assert {path.name for path in pieces.iterdir()} == there
+    assert follower.following.staged.number == 0  # type: ignore[union-attr]
+    assert follower.puller.answered_at is not None  # what is asked of the leader is two kilobytes
+    monkeypatch.undo()
+    follower.unpaused.set()
+    await follower.at(4)
+    assert follower.same(lead)
+
+
+async def test_a_version_without_room_is_not_pulled_and_taken_up_once_there_is(
+    place: Place, make_lead: MakeLead
+) -> None:
+    lead = make_lead()
+    lead.update(4)
+    await lead.publish()
+    await place.serve(lead)
+    follower = await place.follow()
+    await until(lambda: not follower.puller.problem and follower.trainer.step == 0)
+    await follower.at(4)
+    whole = (lead.store.directory / "weights-4.safetensors").stat().st_size
+    assert follower.asked_room == [pytest.approx(2 * whole, rel=0.05)]  # its pieces, and a file made of them
+    follower.lacks = "it takes 9 MB of disk, and limits.disk_mb leaves 0; raise it"
+    before = {path.name for path in (follower.directory / "pieces").iterdir()}
+    lead.update(5)
+    await lead.publish()
+    await until(lambda: bool(follower.puller.problem))
+    assert follower.puller.problem == f"version 5: {follower.lacks}"
+    assert len({path.name for path in (follower.directory / "pieces").iterdir()} - before) == 1  # the record of 5
+    await follower.step()
+    assert follower.parts.progress.state == "WAITING"
+    assert "version 5: it takes 9 MB" in follower.parts.progress.reason
+    assert "practising with version 4" in follower.parts.progress.reason
+    follower.lacks = ""
+    await follower.at(5)
     assert follower.same(lead)
 
 

@@ -10,6 +10,7 @@ import psutil
 import pytest
 
 from node.config_train import TrainConfig
+from node.training import launching
 from node.training import workers as module
 from node.training.worker_wire import Done, Failed, Memory
 from node.training.workers import WorkerPlan, Workers, WorkersLost
@@ -59,7 +60,7 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
         script = tmp_path / "stand_in.py"
         body = "".join(f"    {line}\n" for line in second.splitlines())
         script.write_text(f"{STAND_IN}if rank == 1:\n{body}{WELL}")
-        monkeypatch.setattr(module, "COMMAND", (sys.executable, str(script)))
+        monkeypatch.setattr(launching, "COMMAND", (sys.executable, str(script)))
         plan = WorkerPlan(2, "cpu", "float32", "m", tmp_path, 1, 0.0, tmp_path, tmp_path / "logs" / "trainer.log")
         made.append(Workers(plan, silent=silent))
         made[-1].start(TrainConfig(), seconds)

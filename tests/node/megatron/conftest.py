@@ -10,7 +10,7 @@ import torch
 
 from node.config_train import TrainConfig
 from node.models import load_model
-from node.training import workers
+from node.training import launching
 from node.training.local import LocalTrainer
 from node.training.sharded import ShardedTrainer
 from node.training.workers import Kind, WorkerPlan, Workers
@@ -42,7 +42,7 @@ def divided(tmp_path: Path) -> Iterator[Make]:
     made: list[ShardedTrainer] = []
     script = Path(__file__).with_name("worker_on_cpu.py")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(workers, "COMMAND", (sys.executable, "-P", str(script)))
+        patch.setattr(launching, "COMMAND", (sys.executable, "-P", str(script)))
 
         def make(model: Path, shards: int, *, dtype: Kind = "float32", **settings: Any) -> ShardedTrainer:
             bundle = load_model(str(model), device="cpu", dtype=dtype, models=place)

@@ -334,6 +334,7 @@ class Made:
         *,
         sleep: bool = False,
         lora_rank: int = 0,
+        alone: bool = True,
         **config: Any,
     ) -> None:
         self.number = 0
@@ -356,6 +357,7 @@ class Made:
             settings,
             sleep=sleep,
             say=self.said.append,
+            alone=alone,
         )
         device.make_room = self.engine.rest
 

@@ -81,3 +81,31 @@ async def test_answers_in_flight_cross_an_update_and_tell_the_versions_apart(pai
 
 async def prepare(tasks: Sequence[Begun]) -> list[PromptRequest]:
     return [PromptRequest(f"e/{one.place}", PROMPT, 2, 60, 1.0, seed=one.seed) for one in tasks]
+
+
+async def test_a_server_found_dead_leaves_its_work_to_the_other_and_comes_back(
+    make: Callable[..., Any], fake: Any, serve: Any, bundle: Any, tmp_path: Path
+) -> None:
+    two = make(alone=False, start_seconds=60.0)
+    async with serve(type(fake)(bundle.tokenizer, bundle.vocabulary_size)) as first:
+        one = type(two)(first, bundle, tmp_path / "first", alone=False, start_seconds=60.0)
+        for made in (one, two):
+            await made.engine.start()
+        port = int(first.url.rpartition(":")[2])
+    scheduler = Scheduler([one.engine, two.engine])
+    requests = [PromptRequest(f"e/{i}", PROMPT, 2, 20, 1.0, seed=i) for i in range(4)]
+    async with asyncio.timeout(30.0):  # it does not wait for the first one to be there again
+        groups = [group async for group in scheduler.generate(requests)]
+    assert (len(groups), len(two.fake.bodies), len(first.bodies)) == (4, 8, 0)
+    for made in (one, two):
+        made.number = 1
+    await scheduler.update_weights(1)
+    async with serve(first, port):
+        async with asyncio.timeout(30.0):
+            while one.engine._upkeep.loaded != 1 or scheduler._lanes[0].resting:  # noqa: ASYNC110 - after its rest
+                await asyncio.sleep(0.05)
+        for sample in [sample async for group in scheduler.generate(requests) for sample in group.samples]:
+            check(sample, 20)
+        assert first.bodies, "it takes work again, with the weights it missed"
+        await one.engine.close()
+    one.engine.device.close()

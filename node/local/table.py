@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 if TYPE_CHECKING:
-    from node.local import Member
+    from node.local.member import Member
 
 PLAIN_SECONDS = 15.0
 NARROW = 110

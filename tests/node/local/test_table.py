@@ -9,8 +9,8 @@ import pytest
 from rich.console import Console
 
 from node.home import Home
-from node.local import Member
-from node.local_table import COLUMNS, PLAIN_SECONDS, SMALL, LiveTable, row
+from node.local.member import Member
+from node.local.table import COLUMNS, PLAIN_SECONDS, SMALL, LiveTable, row
 
 STATUS: dict[str, Any] = {
     "state": "TRAINING", "reason": "with 1 peer", "stage": "update", "stage_seconds": 2.4, "step": 12, "reward": 0.5,
@@ -21,7 +21,7 @@ STATUS: dict[str, Any] = {
 
 @pytest.fixture
 def member(tmp_path: Path) -> Member:
-    return Member("node-1", Home(tmp_path), tmp_path / "log", 7946, 8421, status=dict(STATUS))
+    return Member("node-1", Home(tmp_path), 7946, 8421, status=dict(STATUS))
 
 
 def test_a_row_has_what_one_wants_to_know_of_a_node(member: Member) -> None:
@@ -71,7 +71,7 @@ def test_a_narrow_terminal_cuts_off_neither_address_nor_path(member: Member) -> 
 
 def test_elsewhere_it_is_a_line_when_something_changes(member: Member, monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
-    monkeypatch.setattr("node.local_table.time.monotonic", lambda: now)
+    monkeypatch.setattr("node.local.table.time.monotonic", lambda: now)
     shown = io.StringIO()
     with LiveTable(Console(file=shown, width=80)) as table:
         table.show([member])

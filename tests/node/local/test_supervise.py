@@ -15,7 +15,7 @@ import pytest
 
 from node.client import DaemonUnreachable, RequestRefused, connect
 from node.home import Home, HomeError, HomeLocked
-from node.local import prepare
+from node.local.prepare import Swarm, prepare
 from protocol.manifest import EnvironmentSpec, embedded_manifest, make_manifest
 
 DEADLINE = 240.0
@@ -119,7 +119,7 @@ def test_a_swarm_that_runs_already_is_left_alone(swarm: Path) -> None:
     first = Home(swarm / "node-1")
     first.keep_listen_port(9)
     with first.lock(), pytest.raises(HomeLocked, match=r"node-1 is in use by process \d+ ; stop it"):
-        prepare(swarm, 2)
+        prepare(swarm, Swarm(2), {})
     assert first.listen_port() == 9
 
 
@@ -128,4 +128,4 @@ def test_a_node_of_another_swarm_is_named_with_the_way_out(swarm: Path) -> None:
     other.init()
     other.found(embedded_manifest("other", 1.0))
     with pytest.raises(HomeError, match=r"node-2 is in swarm 'other' already ; .*shoal --home \S+node-2 leave"):
-        prepare(swarm, 2)
+        prepare(swarm, Swarm(2), {})

@@ -1,0 +1,36 @@
+"""A coordinated swarm as the files of a home have it, whether a process runs there or not."""
+
+import secrets
+import time
+from pathlib import Path
+
+from node.home import Home
+from node.manifest_file import read_manifest
+from protocol.manifest import Coordination, Manifest, embedded_manifest
+from swarm.membership import Membership
+from swarm.memory import MemoryHub
+from swarm.round_log import RoundLog
+from swarm.rounds import Following
+
+
+def begin(
+    home: Home, peer_id: str, name: str, file: Path | None = None, *, public: bool, standbys: tuple[str, ...] = ()
+) -> Manifest:
+    """Found a swarm of this name in the home, coordinated by `peer_id`. The caller holds the home's lock."""
+    named = Coordination((peer_id, *standbys), listed_only=not public)
+    now = time.time()
+    manifest = embedded_manifest(name, now, named) if file is None else read_manifest(file, name, now, named)
+    home.found(manifest, None if public else secrets.token_bytes(32))
+    if public:
+        home.list_publicly(True)
+    return manifest
+
+
+def members_of(home: Home, manifest: Manifest) -> Membership:
+    """The list of members, as this home's database has it."""
+    return Membership(home.database, manifest.digest, time.time, listed_only=manifest.listed_only)
+
+
+def following(home: Home, manifest: Manifest) -> Following:
+    """The log of rounds, as this home's database has it."""
+    return Following(MemoryHub().transport("nobody"), RoundLog(home.database, manifest.digest), manifest, time.time)

@@ -1,0 +1,1 @@
+"""A large node: one whose trainer, engines and scorers run where Ray puts them, on one machine or on several."""

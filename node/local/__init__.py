@@ -1,0 +1,1 @@
+"""`shoal local`: a whole swarm on one machine."""

@@ -1,0 +1,140 @@
+"""Answers are scored in fair order: who hands in what is slow to score holds up itself, and not for long."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+
+from protocol.assignment import round_task
+from protocol.messages import ReportRequest, Trained
+from protocol.rollout import TaskRef
+from protocol.rounds import Round, State
+from swarm import evaluation
+from swarm.evaluation import Evaluation, ScoringUnavailable
+from swarm.reports import Reports
+from tests.swarm.coordinated import manifest_of
+from tests.swarm.world import who
+
+TASKS = 16
+ANNA, BERT, MALLORY = (who(name).peer_id for name in ("anna", "bert", "mallory"))
+
+
+class Court:
+    """A closing round, a clock, and a scorer whose time an answer names."""
+
+    def __init__(self, path: Path) -> None:
+        self.now, self.path, self.manifest = 1000.0, path, manifest_of("lead")
+        self.scored: list[str] = []
+        self.told: list[str] = []
+        self.broken = ""
+        self.record = Round(
+            self.manifest.digest, 1, State.closing, 0, 0, b"", 1, 2, 3, (1, 3), TASKS, 1, b"", b"s" * 32, b"m" * 32
+        )
+        self.start()
+
+    def start(self) -> None:
+        self.reports = Reports(self.path, self.manifest.digest)
+        unused: Any = SimpleNamespace()
+        self.evaluation = Evaluation(
+            self.manifest, unused, unused, self.reports, self.score, lambda: self.now, lambda kind, said: self.say(said)
+        )
+
+    def say(self, said: str) -> None:
+        self.told.append(said)
+
+    async def score(self, items: Sequence[tuple[TaskRef, str]]) -> Sequence[float]:
+        """An answer is: name, seconds, reward."""
+        rewards = []
+        for _, text in items:
+            name, seconds, reward = text.split()
+            if name == self.broken:
+                raise ScoringUnavailable("the scorer died")
+            self.now += float(seconds)
+            self.scored.append(name)
+            rewards.append(float(reward))
+        return rewards
+
+    def hand_in(self, peer: str, *answers: str | None) -> None:
+        report = ReportRequest(self.manifest.digest, 1, answers, (Trained(ANNA, 2),))
+        assert self.reports.add(peer, report, msgspec.msgpack.encode(report))
+
+    async def finish(self, most: int = 1000) -> None:
+        for _ in range(most):
+            if not await self.evaluation.score_next(self.record):
+                return
+        raise AssertionError("there is no end to it")
+
+
+@pytest.fixture
+def court(tmp_path: Path) -> Court:
+    return Court(tmp_path / "lead.db")
+
+
+async def test_scores_are_means_by_environment_and_none_where_one_is_missing(court: Court) -> None:
+    court.hand_in(ANNA, *("a 0 1",) * 12, *("a 0 0.5",) * 4, *("a 0 nan",) * 4, *("a 0 1",) * 12)
+    court.hand_in(BERT, *("b 0 1",) * 15, None, *("b 0 0.25",) * 16)
+    await court.finish()
+    found = court.reports.scored(1)
+    assert found[ANNA].scores == (0.875, 0.75)
+    assert found[BERT].scores == (None, 0.25)
+    assert found[ANNA].trained == (Trained(ANNA, 2),)
+    assert court.scored.count("b") == 16  # half an environment is not scored for nothing
+    assert court.reports.waiting_bytes == 0
+
+
+async def test_every_answer_is_scored_for_its_own_task(court: Court) -> None:
+    seen: list[TaskRef] = []
+
+    async def score(items: Sequence[tuple[TaskRef, str]]) -> Sequence[float]:
+        seen.extend(ref for ref, _ in items)
+        return [0.0] * len(items)
+
+    court.evaluation._score = score
+    court.hand_in(ANNA, *("a 0 1",) * 32)
+    await court.finish()
+    seed = court.record.seed
+    assert seen == [round_task(court.manifest, seed, name, n) for name in ("even", "odd") for n in range(TASKS)]
+
+
+async def test_slow_answers_hold_up_nobody_else_and_end(court: Court) -> None:
+    court.hand_in(MALLORY, *("m 5 1",) * 32)
+    court.hand_in(ANNA, *("a 0.1 1",) * 32)
+    court.hand_in(BERT, *("b 0.1 1",) * 32)
+    await court.finish()
+    # mallory came first and has one turn, no more, before the others are through
+    assert court.scored[: 8 + 64].count("m") == 8
+    assert court.now - 1000 == pytest.approx(16 * 5 + 64 * 0.1)  # 40 s, which is less than a minute, and once more
+    found = court.reports.scored(1)
+    assert found[ANNA].scores == found[BERT].scores == (1.0, 1.0)
+    assert found[MALLORY].scores == (1.0, 0.0)
+    assert court.told == [f"{MALLORY}: scoring took 80 s; what is left of its answers scores 0"]
+
+
+async def test_answers_that_kill_the_scorer_let_others_have_their_turn(court: Court) -> None:
+    court.broken = "m"
+    court.hand_in(MALLORY, *("m 0 1",) * 32)
+    court.hand_in(ANNA, *("a 0.1 1",) * 32)
+    failures = 0
+    for _ in range(20):
+        try:
+            await court.evaluation.score_next(court.record)
+        except ScoringUnavailable:
+            failures += 1
+    assert court.reports.scored(1)[ANNA].scores == (1.0, 1.0)
+    assert failures > 10
+    court.broken = ""
+    await court.finish()
+    assert court.reports.scored(1)[MALLORY].scores == (1.0, 1.0)  # it was not to blame
+
+
+async def test_a_restart_in_the_middle_scores_anew(court: Court) -> None:
+    court.hand_in(ANNA, *("a 1 0.5",) * 32)
+    assert await court.evaluation.score_next(court.record)
+    court.reports.close()
+    court.start()
+    await court.finish()
+    assert court.scored.count("a") == evaluation.SLICE + 32
+    assert court.reports.scored(1)[ANNA].scores == (0.5, 0.5)
