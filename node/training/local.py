@@ -88,7 +88,7 @@ class LocalTrainer:
         """`dumps`: where a batch that gave a non-finite update is written for inspection.
 
         Without `merge`, every sequence is laid out whole: the same gradients for more work (`shoal bench train`).
-        `ranks`: the processes that hold the model together, where there are several (node/training/fsdp.py).
+        `ranks`: the processes that hold the model together, where there are several (fsdp.py, megatron.py).
         Raises ModelError for routing replay without experts.
         """
         self.bundle, self.config, self.dumps, self.merge = bundle, config, dumps, merge

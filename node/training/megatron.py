@@ -57,7 +57,7 @@ class Megatron:
             device.type, (pipeline, replicas, expert, tensor), mesh_dim_names=("pipeline", *AXES)
         )
         self.of_stage = self.mesh[AXES]
-        self.stages, self.stage = pipeline, self.mesh.get_local_rank("pipeline")
+        self.stages = pipeline
         self._parts = replicas * expert
         """Processes, or groups of them, that micro-batches are dealt to."""
         self._part = self.mesh.get_local_rank("replica") * expert + self.mesh.get_local_rank("expert")

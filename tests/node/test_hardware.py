@@ -248,6 +248,11 @@ def test_prepare_refuses_before_anything_is_loaded(
     setup = prepare(settings, tmp_path)
     assert setup.choice.name == "transformers"
     assert setup.plan.limit == memory_limit()
+    divided = config(
+        model={"path": str(tiny_model("llama")), "device": "cpu"}, train={"shards": 2, "backend": "megatron"}
+    )
+    with pytest.raises(ModelError, match=r"megatron computes on GPUs only.*; set train\.backend to fsdp"):
+        prepare(divided, tmp_path)
     monkeypatch.setattr("node.hardware.memory_limit", lambda: 1 << 20)
     with pytest.raises(ModelTooBig, match=r"of 0\.0 GB of memory"):
         prepare(settings, tmp_path)

@@ -14,9 +14,10 @@ from node.training import launching
 from node.training.local import LocalTrainer
 from node.training.sharded import ShardedTrainer
 from node.training.workers import Kind, WorkerPlan, Workers
-from tests.node.fsdp.conftest import SECONDS, SETTINGS
+from tests.node.fsdp.conftest import SETTINGS
 
 Make = Callable[..., Any]
+SECONDS = 600.0
 
 
 @pytest.fixture

@@ -14,6 +14,8 @@ os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
 
 import torch
 
+from node.training import worker
+
 
 class Stream:
     """In order with everything else, because all are equal."""
@@ -58,7 +60,11 @@ def redirect() -> None:
 
 
 if __name__ == "__main__":
-    redirect()
-    from node.training.worker import main
+    serve = worker._serve
 
-    main(int(sys.argv[1]))
+    def redirected(connection: worker.Connection) -> None:
+        redirect()  # once the process is heard of: importing Megatron takes a while
+        serve(connection)
+
+    worker._serve = redirected
+    worker.main(int(sys.argv[1]))
