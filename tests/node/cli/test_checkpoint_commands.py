@@ -104,4 +104,4 @@ def test_export_of_adapters(
     assert "adapters of step 75" in run(*options, alone, "--adapters").stdout
     assert sorted(file.name for file in alone.iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
     plain = run("--home", home.path, "checkpoint", "export", "50", tmp_path / "none", "--adapters")
-    assert (plain.exit_code, "no adapters ; export it without --adapters" in plain.stderr) == (1, True)
+    assert (plain.exit_code, "no adapters\nFix: export it without --adapters" in plain.stderr) == (1, True)
