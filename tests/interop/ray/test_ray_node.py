@@ -82,14 +82,9 @@ def actors(kind: str) -> list[psutil.Process]:
 
 
 def parts() -> list[psutil.Process]:
-    return [
-        one
-        for one in psutil.process_iter(["cmdline"])
-        if any(
-            part in " ".join(one.info["cmdline"] or ())
-            for part in ("node.training.worker", "small_vllm.py", "node.scorer_worker")
-        )
-    ]
+    """What actors started: workers, servers and scorers."""
+    kinds = ("TrainerActor", "EngineActor", "RewardActor")
+    return [child for kind in kinds for actor in actors(kind) for child in actor.children(recursive=True)]
 
 
 @pytest.fixture
