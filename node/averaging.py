@@ -93,9 +93,11 @@ class Averaging:
         try:
             await p.device.run(keep)
         except CheckpointError as error:
-            await p.device.run(self._undo, before, own)
-            p.history.event("error", "averaging", f"the outer step after step {step} is undone: {error}")
-            return False
+            if p.checkpoints.base != step:
+                await p.device.run(self._undo, before, own)
+                p.history.event("error", "averaging", f"the outer step after step {step} is undone: {error}")
+                return False
+            p.history.event("error", "checkpoint", str(error))  # it is kept; old ones were not removed
         finally:
             self._forget(got)
         p.history.event("info", "averaging", in_words(step, got, stats))

@@ -325,7 +325,10 @@ class PolicyPuller:
         """Who else holds this policy, as far as the DHT knows; asked from time to time only."""
         if self._clock() - self._looked_at > LOOKUP_SECONDS:
             self._looked_at = self._clock()
-            found = await self._transport.find_providers(self._key, timeout=self._timeout)
+            try:
+                found = await self._transport.find_providers(self._key, timeout=self._timeout)
+            except TransportError:  # those that were known may do
+                return self._holders
             self._holders = tuple(peer for peer in found if peer != self._transport.peer_id)[:MAX_HOLDERS]
         return self._holders
 

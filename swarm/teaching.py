@@ -24,13 +24,14 @@ from protocol.teaching import (
 )
 from swarm.accounts import Accounts
 from swarm.allowance import Allowance
+from swarm.database import StoreError
 from swarm.serving import REQUEST_COST
 from swarm.transport import Busy, Transport, TransportError
 
 MAX_QUESTIONS, MAX_OF_ONE = 32, 4
-"""Questions that are kept, answered or not; of one peer."""
+"""Questions that are kept, answered or not; of one peer that wait for an answer."""
 KEPT_SECONDS = 300.0
-"""An answer that nobody fetches is forgotten."""
+"""How long an answer is kept at most: one that was lost on its way is asked for again."""
 COME_BACK_SECONDS = 2.0
 TRY_SECONDS = 20.0
 """Deadline of one request: a stream is answered at once."""
@@ -89,7 +90,6 @@ class TeachServing:
         if question is None:
             self._take(key, peer, data)
         elif question.answer:
-            del self._questions[key]
             return question.answer
         raise Busy(COME_BACK_SECONDS)
 
@@ -100,11 +100,13 @@ class TeachServing:
             self._accounts.offence(rejected, peer)
             raise
         now = self._clock()
-        for old, kept in list(self._questions.items()):
-            if kept.answer and now - kept.since > KEPT_SECONDS:
+        answered = [old for old, kept in self._questions.items() if kept.answer]
+        for number, old in enumerate(answered):
+            surplus = number < len(self._questions) - MAX_QUESTIONS + 1
+            if surplus or now - self._questions[old].since > KEPT_SECONDS:
                 del self._questions[old]
-        of_peer = sum(kept.peer == peer for kept in self._questions.values())
-        if len(self._questions) >= MAX_QUESTIONS or of_peer >= MAX_OF_ONE:
+        waiting = [kept.peer for kept in self._questions.values() if not kept.answer]
+        if len(waiting) >= MAX_QUESTIONS or waiting.count(peer) >= MAX_OF_ONE:
             raise Busy(COME_BACK_SECONDS)
         if wait := self._tokens.wait(peer):
             raise Busy(wait)
@@ -135,7 +137,7 @@ async def ask(
     clock: Callable[[], float],
 ) -> tuple[TeachAnswer, tuple[float, ...]]:
     """The log-probability of each answer's tokens, in order. Raises NotTaught, after `seconds` at the latest."""
-    data, until, problem = msgspec.msgpack.encode(request), clock() + seconds, "it was not reached"
+    data, until, problem = msgspec.msgpack.encode(request), clock() + seconds, "there was no time left"
     while (left := until - clock()) > 0:
         try:
             answered = await transport.request(
@@ -152,9 +154,12 @@ async def ask(
         try:
             answer, logprobs = check_answer(answered, request)
         except Rejected as rejected:
-            accounts.offence(rejected, teacher)
+            try:
+                accounts.offence(rejected, teacher)
+            except StoreError as trouble:
+                accounts.store_trouble(trouble)
             raise NotTaught(rejected.detail) from rejected
         if answer.refusal:
             raise NotTaught(answer.refusal)
         return answer, logprobs
-    raise NotTaught(f"no answer within {seconds:.0f} s: {problem}")
+    raise NotTaught(f"no answer in time: {problem}")

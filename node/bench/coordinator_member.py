@@ -123,9 +123,7 @@ async def live(spec: Mapping[str, Any], say: Say) -> None:
                 if time.monotonic() > until:
                     raise BenchError(f"the coordinator takes no report: {error}") from error
                 await asyncio.sleep(1.0)
-        await _until(
-            running, lambda: member.following.board is not None and member.following.board.number >= record.number
-        )
+        await _until(running, lambda: _board_of(member) >= record.number)
         board = member.following.board
         assert board is not None
         used, stats = resource.getrusage(resource.RUSAGE_SELF), transport.stats()

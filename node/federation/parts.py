@@ -18,6 +18,8 @@ from swarm.policies import PolicyServing, PolicyStore
 from swarm.policy_pulling import PolicyPuller
 from swarm.teaching import TeachServing
 
+LEAST_BUDGET = 2048
+"""Tokens of a teacher's pass: it keeps nothing for a way back."""
 TEACHER_SHARE = 0.5
 """Of a stage's deadline that a step waits for a teacher among peers: without an answer it goes on."""
 SPARE_BYTES = 64 << 20
@@ -84,7 +86,8 @@ def make_teaching(parts: Parts) -> TeachServing | None:
     p, settings = parts, parts.config.federation
     if not settings.teach:
         return None
-    teaching = Teaching(p.bundle, p.device, lambda: p.trainer.step, p.config.train.tokens_per_micro_batch)
+    budget = max(LEAST_BUDGET, p.config.train.tokens_per_micro_batch)
+    teaching = Teaching(p.bundle, p.device, lambda: p.trainer.step, budget)
     serving = TeachServing(
         teaching.answer,
         p.exchange.accounts,

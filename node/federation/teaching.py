@@ -4,16 +4,17 @@ The teacher answers with its present policy between two pieces of its own work; 
 batch before the step is journalled (node/training/distill.py says what they are for).
 """
 
-import functools
 import logging
 import math
 from collections.abc import Callable, Sequence
 
+import torch
+
+from node.batching import MicroBatch, micro_batches
 from node.device import Device
 from node.interfaces import TeacherError, TrainGroup, TrainSequence
-from node.memory import out_of_memory
 from node.models import ModelBundle
-from node.training.forward import run, sequence_logprobs
+from node.training.forward import states
 from protocol.messages import Digest
 from protocol.teaching import (
     MAX_TEACH_ANSWERS,
@@ -25,11 +26,13 @@ from protocol.teaching import (
     answer_of,
 )
 from swarm.accounts import Accounts
-from swarm.teaching import NotTaught, ask
+from swarm.teaching import TRY_SECONDS, NotTaught, ask
 from swarm.transport import Transport
 
 log = logging.getLogger(__name__)
 
+MAX_WORK = 4
+"""Times the tokens asked about that may be computed for them."""
 MAX_LENGTH = 4096
 """Tokens of a prompt with an answer: attention over more takes memory that this node has not reckoned with."""
 
@@ -44,13 +47,15 @@ class Teaching:
     async def answer(self, request: TeachRequest) -> TeachAnswer:
         """The answer, or the reason why there is none."""
         if problem := self._problem(request):
-            return TeachAnswer(self._bundle.name[:64], self._step(), b"", problem)
+            return self._refusal(problem)
         try:
-            return await self._device.run(self._computed, request)
-        except (RuntimeError, MemoryError) as error:  # nobody's question may end this node
-            if not out_of_memory(error):
-                log.exception("a question to the teacher failed")
-            return TeachAnswer(self._bundle.name[:64], self._step(), b"", f"it cannot be computed: {str(error)[:150]}")
+            return await self._computed(request)
+        except Exception as error:
+            log.warning("a question to the teacher failed", exc_info=error)
+            return self._refusal(f"it cannot be computed: {str(error)[:150]}")
+
+    def _refusal(self, why: str) -> TeachAnswer:
+        return TeachAnswer(self._bundle.name[:64], self._step(), b"", why)
 
     def _problem(self, request: TeachRequest) -> str:
         bundle = self._bundle
@@ -65,7 +70,7 @@ class Teaching:
             return f"token {highest} is none of the {bundle.vocabulary_size} of the teacher {bundle.name}"
         return ""
 
-    def _computed(self, request: TeachRequest) -> TeachAnswer:
+    async def _computed(self, request: TeachRequest) -> TeachAnswer:
         groups = [
             TrainGroup(
                 group.prompt,
@@ -74,11 +79,28 @@ class Teaching:
             )
             for group in request.groups
         ]
-        found = sequence_logprobs(groups, self._budget, functools.partial(run, self._bundle.model))
-        values = [value for rows in found for row in rows for value in row]
-        if not all(map(math.isfinite, values)):
-            return TeachAnswer(self._bundle.name[:64], self._step(), b"", "the teacher's log-probs are not finite")
-        return answer_of(self._bundle.name, self._step(), values)
+        members = [(g, s) for g, group in enumerate(groups) for s, one in enumerate(group.sequences) if one.token_ids]
+        micros = micro_batches(groups, members, self._budget)
+        work = sum(len(micro.trie) for micro in micros)
+        if work > MAX_WORK * request.tokens:  # its prompts would be computed again and again
+            return self._refusal(
+                f"it takes {work} tokens of work for {request.tokens}; ask about fewer answers a prompt"
+            )
+        found: dict[tuple[int, int], list[float]] = {}
+        for micro in micros:  # the node's own work comes in between
+            values = await self._device.run(self._pass, micro)
+            at = 0
+            for member, path in zip(micro.members, micro.paths, strict=True):
+                found[member], at = values[at : at + len(path)], at + len(path)
+        flat = [value for member in sorted(found) for value in found[member]]
+        if not all(map(math.isfinite, flat)):
+            return self._refusal("the teacher's log-probs are not finite")
+        return answer_of(self._bundle.name, self._step(), flat)
+
+    def _pass(self, micro: MicroBatch) -> list[float]:
+        with torch.no_grad():
+            values: list[float] = states(self._bundle.model, micro).logprobs.tolist()
+        return values
 
 
 class PeerTeacher:
@@ -110,7 +132,9 @@ class PeerTeacher:
         Raises TeacherError where a group is too large to ask about.
         """
         found: list[list[tuple[float, ...]]] = []
-        until, problem = self._clock() + self._seconds(), ""
+        # one that did not answer the last time is not waited for again: only looked at
+        seconds = min(TRY_SECONDS, self._seconds()) if self._silent else self._seconds()
+        until, problem = self._clock() + seconds, ""
         for part in parts_of(groups):
             request = TeachRequest(self._swarm, self._fingerprint, tuple(map(_asked, part)))
             flat: Sequence[float] = (math.nan,) * request.answered

@@ -209,7 +209,7 @@ class RewardCrew:
 
     async def _again(self, lane: _Lane) -> None:
         while not self._closed:
-            await asyncio.sleep(min(LONGEST_PAUSE, FIRST_PAUSE * 2 ** (lane.failures - 1)))
+            await asyncio.sleep(min(LONGEST_PAUSE, FIRST_PAUSE * 2.0 ** min(lane.failures - 1, 8)))
             try:
                 await self._start(lane)
             except ScorerError as error:

@@ -20,7 +20,8 @@ from node.logs import FILE_BYTES
 from swarm.database import StoreError
 
 STOP_SECONDS = 4.5
-MAX_BACKOFF = 60.0
+WELL_SECONDS = 60.0
+"""Of answering after which an earlier death of a process counts no more, where it has no steps to show."""
 RESTARTS_WITHOUT_PROGRESS = 4
 PR_SET_PDEATHSIG = 1
 
@@ -54,6 +55,7 @@ class Member:
     fruitless: int = 0
     best_step: int = 0
     retry_at: float = 0.0
+    started_at: float = 0.0
     note: str = ""
 
     @property
@@ -125,7 +127,7 @@ def tend(member: Member, members: int, steps: int | None, settings: Sequence[str
             member.note = str(error).split(";")[0].strip() if member.answered else "starting"
         else:
             member.note, member.answered = "", True
-            if member.step > member.best_step:
+            if member.step > member.best_step or (not member.trains and now - member.started_at > WELL_SECONDS):
                 member.best_step, member.fruitless = member.step, 0
         return
     if member.process is not None:
@@ -138,11 +140,12 @@ def tend(member: Member, members: int, steps: int | None, settings: Sequence[str
                 f"{member.name} died {member.fruitless} times without a step in between (exit code {code}) ; "
                 f"read {member.log}"
             )
-        wait = min(MAX_BACKOFF, 2.0**member.fruitless)
+        wait = 2.0**member.fruitless
         member.retry_at = now + wait
         member.note = f"died ({_cause(code)}), restarting in {wait:.0f} s"
     elif now >= member.retry_at:
         start(member, members, steps, settings)
+        member.started_at = now
 
 
 def _cause(code: int) -> str:

@@ -96,17 +96,14 @@ def _smaller() -> str:
     return str(smaller_model(models_dir()))
 
 
-def _token(coordinator: Home, member: Home) -> bytes:
-    """What lets a member in: the one that it has, or a new one."""
-    try:
-        present = member.swarm().token
-    except NoSwarm:
-        present = None
-    if present is not None:
-        return present
+def _token(coordinator: Home, member: Home) -> bytes | None:
+    """What lets a member in: the one that it came in with, or a new one."""
     manifest = coordinator.manifest()
     assert manifest is not None
     membership = members_of(coordinator, manifest)
-    token = membership.invite(uses=1, expires=time.time() + INVITE_SECONDS, role="member")
-    membership.close()
-    return token
+    try:
+        if membership.role_of(member.identity().peer_id) is not None:
+            return member.swarm().token
+        return membership.invite(uses=1, expires=time.time() + INVITE_SECONDS, role="member")
+    finally:
+        membership.close()

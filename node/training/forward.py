@@ -62,11 +62,13 @@ def drawn_from(
     device, trie = hidden.device, micro.trie
     # completions that begin alike share their tokens: each distinct one is computed once
     nodes: dict[int, int] = {}
-    index = torch.tensor([nodes.setdefault(node, len(nodes)) for path in micro.paths for node in path], device=device)
+    index = torch.tensor(
+        [nodes.setdefault(node, len(nodes)) for path in micro.paths for node in path], dtype=torch.int64, device=device
+    )
     # a token's probability is read off the token before it, and branches share that one
-    parents = torch.tensor([packed.place[trie.parents[node]] for node in nodes], device=device)
+    parents = torch.tensor([packed.place[trie.parents[node]] for node in nodes], dtype=torch.int64, device=device)
     before, rows = torch.unique(parents, return_inverse=True)
-    tokens = torch.tensor([trie.tokens[node] for node in nodes], device=device)
+    tokens = torch.tensor([trie.tokens[node] for node in nodes], dtype=torch.int64, device=device)
     last, drawn = hidden[before], rows[index]
     logprobs, entropy = chosen_logprobs(last, weight, rows, tokens, vocabulary)
     return States(logprobs[index], entropy[drawn], last, drawn)

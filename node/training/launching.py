@@ -76,10 +76,16 @@ class LocalLauncher:
     def launch(self, count: int, seconds: float) -> list[Launched]:
         self._directory = Path(tempfile.mkdtemp(prefix="shoal-trainer-"))
         launched = []
-        for _ in range(count):
-            ours, theirs = socket.socketpair()
-            with theirs:
-                launched.append(Launched(spawn(theirs, self._log, self._threads, on_one_machine()), ours))
+        try:
+            for _ in range(count):
+                ours, theirs = socket.socketpair()
+                with theirs:
+                    launched.append(Launched(spawn(theirs, self._log, self._threads, on_one_machine()), ours))
+        except OSError as error:
+            for one in launched:
+                one.process.kill()
+                one.connection.close()
+            raise LaunchFailed(f"worker {len(launched) + 1} of {count} cannot be started: {error}") from error
         return launched
 
     def meeting(self) -> str:

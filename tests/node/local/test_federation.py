@@ -20,7 +20,7 @@ QUICK = (
     "coordinator.groups=4", "coordinator.round_seconds=20", "coordinator.tasks=2",
 )  # fmt: skip
 
-pytestmark = [pytest.mark.slow, pytest.mark.network]
+pytestmark = [pytest.mark.interop, pytest.mark.slow, pytest.mark.network]  # eight processes
 
 
 def test_weights_flow_out_groups_flow_in_and_the_board_fills(
