@@ -205,7 +205,7 @@ def embedded_directory(models: Path) -> Path:
             aside.chmod(0o755)
             for file in aside.iterdir():
                 file.chmod(0o644)
-            _sync(aside)
+            fsync_all(aside)
             try:
                 aside.rename(target)
             except OSError:
@@ -258,7 +258,8 @@ def _convert(gguf: Path, directory: Path) -> None:
         ) from error
 
 
-def _sync(directory: Path) -> None:
+def fsync_all(directory: Path) -> None:
+    """Have a directory's files on disk, and their names."""
     for path in (*directory.iterdir(), directory):
         descriptor = os.open(path, os.O_RDONLY)
         try:

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-from node.models import EMBEDDED, ModelError, model_directory
+from node.models import EMBEDDED, ModelError, fsync_all, model_directory
 
 log = logging.getLogger(__name__)
 
@@ -42,6 +42,7 @@ def smaller_model(models: Path) -> Path:
         aside.chmod(0o755)
         for file in aside.iterdir():
             file.chmod(0o644)
+        fsync_all(aside)
         try:
             aside.rename(target)
         except OSError:

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, Field, ValidationError, model_validator
 
 from node.config import Config
-from node.config_types import Section, Texts
+from node.config_types import PEER, Section, Texts
 from node.settings import ConfigError, allowed
 
 MAX_BYTES = 64 << 10
@@ -190,10 +190,11 @@ def check_settings(config: Config) -> None:
         ("train.optimizer", config.train.optimizer != "adamw", "keeps moments of 8 bits", "adamw"),
         (
             "train.distill_teacher",
-            teacher and not teacher.startswith(("http://", "https://")),
+            teacher and not teacher.startswith(("http://", "https://", PEER)),
             "is a model in the node's own process",
-            "a vLLM server's URL, or nothing",
+            "a vLLM server's URL, peer:PEER_ID, or nothing",
         ),
+        ("federation.teach", config.federation.teach, "computes in the node's own process", "false"),
         ("federation.follow", config.federation.follow, "has the node train nothing", "nothing"),
         ("averaging.method", config.averaging.method != "none", "averages weights of one process", "none"),
     ):
