@@ -69,8 +69,9 @@ def make(tmp_path: Path, tiny_model: Callable[..., Path]) -> Iterator[Callable[.
         averaging = Averaging(trainer, Others(place / "averaging"), place / "averaging")  # type: ignore[arg-type]
         config = Config.model_validate({"averaging": {"method": "diloco", "every": 2}})
         return SimpleNamespace(
-            trainer=trainer, averaging=averaging, history=history, device=device, config=config, place=place
-        )
+            trainer=trainer, averaging=averaging, history=history, device=device, config=config, place=place,
+            checkpoints=SimpleNamespace(base=0),
+        )  # fmt: skip
 
     yield made
     device.close()
@@ -134,6 +135,22 @@ async def test_an_outer_step_that_cannot_be_kept_is_undone(make: Callable[..., A
     assert await node.averaging.round(node, full) is False
     assert torch.equal(flat(node), before)
     assert "only 1 contributions are finite" in told(node)[-1]
+
+
+async def test_an_outer_step_that_is_on_disk_is_not_undone(make: Callable[..., Any]) -> None:
+    node = make()
+    node.averaging.begin(None)
+    node.trainer.update(batch(1))
+    before = flat(node)
+    node.averaging.averager.brings = [(before + 0.01).numpy()]
+
+    def old_ones_stay() -> None:
+        node.checkpoints.base = 1
+        raise CheckpointError("an old one cannot be removed")
+
+    assert await node.averaging.round(node, old_ones_stay) is True  # a restart begins with it
+    assert not torch.equal(flat(node), before)
+    assert "averaged after step 1" in told(node)[-1]
 
 
 async def test_a_restart_goes_on_from_the_outer_step_bit_for_bit(make: Callable[..., Any]) -> None:
