@@ -105,7 +105,11 @@ def test_a_running_node_takes_up_settings_and_keeps_quiet_hours(
     now = datetime.now(zone)
     client.post("config", body={"limits.quiet_hours": quiet(now - MINUTE, now + 60 * MINUTE)})
     held = wait_for(ours, lambda status: status["stage"] == "paused")
-    assert (held["state"], held["held_by"], held["next"]) == ("PAUSED", "quiet_hours", "shoal resume trains now")
+    assert (held["state"], held["held_by"], held["next"]) == (
+        "PAUSED",
+        "quiet_hours",
+        ours.command("resume") + " trains now",
+    )
     assert held["reason"] == f"quiet hours until {now + 60 * MINUTE:%H:%M}"
     assert 59 * 60 < held["resumes_at"] - now.timestamp() <= 60 * 60
     time.sleep(2)

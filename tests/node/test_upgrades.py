@@ -181,7 +181,7 @@ def test_a_newer_database_is_refused_with_words_and_left_alone(
         assert left.execute(f"SELECT version FROM {table}").fetchall() == [(41,)]
     if table == "history_version":
         told = run("--home", home.path, "steps")
-        assert (told.exit_code, told.stderr.count("\n"), "use the Shoal that wrote it" in told.stderr) == (1, 1, True)
+        assert (told.exit_code, told.stderr.count("\n"), "use the Shoal that wrote it" in told.stderr) == (1, 2, True)
 
 
 def test_a_newer_journal_is_refused_with_words(tmp_path: Path) -> None:
