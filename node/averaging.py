@@ -27,7 +27,7 @@ from swarm.averaging import Averager, Contributions, NotAveraged
 from swarm.averaging_wire import Setup
 
 if TYPE_CHECKING:
-    from node.loop import Parts
+    from node.parts import Parts
 
 log = logging.getLogger(__name__)
 
@@ -171,7 +171,7 @@ def make_finding(parts: "Parts", *, private: bool) -> AveragerFinding | None:
         swarm=p.manifest.digest,
         rounds=p.averaging.averager.rounds,
         request_timeout=p.config.network.request_timeout,
-        refused=p.rounds.access.refused if p.rounds else lambda peer: False,
+        refused=p.refuses,
     )
     finding.serve_on(p.exchange.transport)
     return finding

@@ -12,7 +12,7 @@ from swarm.records import PoolEntry
 
 if TYPE_CHECKING:
     from node.federation.followers import Followers
-    from node.loop import Parts
+    from node.parts import Parts
 
 log = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from node.scorer import ScorerError
 from swarm.experience import StoreError
 
 if TYPE_CHECKING:
-    from node.loop import Parts
+    from node.parts import Parts
 
 log = logging.getLogger(__name__)
 

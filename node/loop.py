@@ -12,50 +12,38 @@ rollouts of the step in progress.
 import asyncio
 import logging
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from node.averaging import Averaging
-from node.checkpoint import CheckpointError, CheckpointStore
+from node.checkpoint import CheckpointError
 from node.config import Config
-from node.device import Device
 from node.federation.following import Following
 from node.federation.leading import Leading
 from node.foreign_groups import ForeignGroups
 from node.held_out import Evaluations
-from node.history import History
 from node.interfaces import (
     Batch,
-    Engine,
     Interrupted,
     StepSkipped,
-    Teacher,
     TeacherError,
-    Trainer,
     TrainerLost,
     TrainGroup,
     UpdateStats,
 )
 from node.journal import JournalRecord
 from node.memory import give_back
-from node.models import ModelBundle
 from node.own_groups import OwnGroups, chosen
-from node.progress import Progress
+from node.parts import Parts, model_mark
 from node.replay import replay
 from node.rollouts import Rollout, to_group, train_group
-from node.rounds import Rounds
 from node.routing import bounded
-from node.scorer import Scorer
 from node.summary import in_words, summarise
-from node.training import lora
 from node.training.distill import taught
-from protocol.manifest import Manifest
 from protocol.rules import Rejected
-from swarm.exchange import Exchange
-from swarm.experience import ExperienceStore, StoreError
-from swarm.sampler import Sampler
+from swarm.experience import StoreError
 
 log = logging.getLogger(__name__)
 
@@ -63,31 +51,6 @@ JOURNAL_RETRY_SECONDS = 10.0
 SKIPS_BEFORE_ALARM = 5
 LONGEST_REST = 30.0
 """Seconds between two of many steps that are skipped."""
-
-
-@dataclass(slots=True)
-class Parts:
-    """What the loop works with; the daemon makes them."""
-
-    config: Config
-    manifest: Manifest
-    peer_id: str
-    bundle: ModelBundle
-    device: Device
-    engine: Engine
-    trainer: Trainer
-    scorer: Scorer
-    exchange: Exchange
-    store: ExperienceStore
-    sampler: Sampler
-    checkpoints: CheckpointStore
-    history: History
-    progress: Progress
-    clock: Callable[[], float]
-    teacher: Teacher | None = None
-    rounds: Rounds | None = None
-    """Where the swarm has coordinators."""
-    averaging: Averaging | None = None
 
 
 class Loop:
@@ -412,9 +375,3 @@ class Loop:
         self.own.restore(state)
         if "foreign_share" in state:  # a checkpoint of Shoal 0.1 may lack it
             self.foreign.share.restore(state["foreign_share"])
-
-
-def model_mark(bundle: ModelBundle) -> str:
-    """Tells models apart by tokenizer and size, wherever their files lie, with adapters or without."""
-    size = sum(weight.numel() for name, weight in bundle.model.named_parameters() if lora.MARK not in name)
-    return f"{bundle.fingerprint.hex()[:16]}-{size}"

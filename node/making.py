@@ -14,9 +14,9 @@ from node.engines.transformers import TransformersEngine
 from node.engines.vllm import VllmEngine
 from node.hardware import Setup, prepare
 from node.home import models_dir
-from node.loop import Parts, model_mark
 from node.memory import share_gpu
 from node.models import ModelBundle, ModelError, device_of, load_model
+from node.parts import Parts, model_mark
 from node.rescore import Rescorer
 from node.rollouts import prompts
 from node.scheduling.own import schedule

@@ -15,7 +15,7 @@ from node.selection import Curriculum, InformativeShare, SameRewards
 from protocol.rollout import TaskRef
 
 if TYPE_CHECKING:
-    from node.loop import Parts
+    from node.parts import Parts
 
 
 class OwnGroups:

@@ -22,7 +22,7 @@ from node.interfaces import StepSkipped
 from node.journal import JournalRecord
 
 if TYPE_CHECKING:
-    from node.loop import Parts
+    from node.parts import Parts
 
 log = logging.getLogger(__name__)
 

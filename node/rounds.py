@@ -30,7 +30,7 @@ from swarm.transport import Transport, TransportError
 if TYPE_CHECKING:
     from node.history import History
     from node.home import Home
-    from node.loop import Parts
+    from node.parts import Parts
 
 log = logging.getLogger(__name__)
 

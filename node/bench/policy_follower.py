@@ -19,8 +19,8 @@ from node.device import Device
 from node.federation.followed import FollowedPolicy
 from node.federation.following import Following
 from node.home import models_dir
-from node.loop import model_mark
 from node.models import load_model
+from node.parts import model_mark
 from swarm.policies import PolicyStore
 from swarm.policy_pulling import Arrived, PolicyPuller, Pulled
 

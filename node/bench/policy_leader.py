@@ -19,8 +19,8 @@ from node.device import Device
 from node.federation.publishing import Publisher
 from node.home import models_dir
 from node.interfaces import Batch
-from node.loop import model_mark
 from node.models import load_model
+from node.parts import model_mark
 from node.training.local import LocalTrainer
 from protocol.policy import Weights
 from swarm.policies import PolicyServing, PolicyStore

@@ -18,7 +18,8 @@ from node.checkpoint import CheckpointStore
 from node.engines.transformers import TransformersEngine
 from node.history import History
 from node.interfaces import Score, StepSkipped
-from node.loop import Loop, Parts
+from node.loop import Loop
+from node.parts import Parts
 from node.progress import Progress
 from node.rescore import Rescorer
 from node.scorer import Scorer

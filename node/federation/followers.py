@@ -14,7 +14,7 @@ from swarm.experience import StoreError
 from swarm.records import PoolEntry
 
 if TYPE_CHECKING:
-    from node.loop import Parts
+    from node.parts import Parts
 
 log = logging.getLogger(__name__)
 

@@ -40,7 +40,7 @@ from swarm.policies import PolicyStore
 from swarm.policy_pulling import Arrived, MayTake, NoWay, PolicyPuller, Pulled
 
 if TYPE_CHECKING:
-    from node.loop import Parts
+    from node.parts import Parts
 
 log = logging.getLogger(__name__)
 

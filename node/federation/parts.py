@@ -1,7 +1,6 @@
 """Makes what a leader and a follower have besides other nodes, from the settings."""
 
 import functools
-from collections.abc import Callable
 
 from node.config_types import PEER
 from node.federation.followed import FollowedPolicy
@@ -12,7 +11,7 @@ from node.federation.publishing import Publisher
 from node.federation.spot_check import SpotCheck
 from node.federation.teaching import PeerTeacher, Teaching
 from node.home import Home
-from node.loop import Parts, model_mark
+from node.parts import Parts, model_mark
 from protocol.identity import Identity
 from swarm.policies import PolicyServing, PolicyStore
 from swarm.policy_pulling import PolicyPuller
@@ -94,7 +93,7 @@ def make_teaching(parts: Parts) -> TeachServing | None:
         p.clock,
         swarm=p.manifest.digest,
         tokens_a_minute=settings.teach_tokens,
-        refused=_refused(p),
+        refused=p.refuses,
     )
     serving.serve_on(p.exchange.transport)
     return serving
@@ -119,8 +118,4 @@ def peer_teacher(parts: Parts) -> PeerTeacher | None:
 
 def _serve(store: PolicyStore, leader: str, p: Parts) -> None:
     """Give the policy to whoever may have it."""
-    PolicyServing(store, leader, p.exchange.accounts, p.clock, refused=_refused(p)).serve_on(p.exchange.transport)
-
-
-def _refused(p: Parts) -> Callable[[str], bool]:
-    return p.rounds.access.refused if p.rounds else lambda peer: False
+    PolicyServing(store, leader, p.exchange.accounts, p.clock, refused=p.refuses).serve_on(p.exchange.transport)

@@ -20,7 +20,8 @@ from node.history import History
 from node.interfaces import Batch, StepSkipped, UpdateStats
 from node.journal import JournalRecord
 from node.limits import Hold
-from node.loop import Loop, model_mark
+from node.loop import Loop
+from node.parts import model_mark
 from node.progress import Progress
 from node.scorer import ScorerError
 from protocol.manifest import embedded_manifest
