@@ -14,7 +14,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import Distribution, PackageNotFoundError, distribution
 from pathlib import Path
@@ -197,24 +197,30 @@ def embedded_directory(models: Path) -> Path:
     package, target = _package(), embedded_target(models)
     if not target.is_dir():
         log.info("converting the embedded model, once, into %s", target)
-        models.mkdir(parents=True, exist_ok=True)
-        aside = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=models))
-        try:
-            _convert(_gguf_file(package), aside)
-            # made private by mkdtemp and safetensors; one conversion serves every user of a machine or an image
-            aside.chmod(0o755)
-            for file in aside.iterdir():
-                file.chmod(0o644)
-            fsync_all(aside)
-            try:
-                aside.rename(target)
-            except OSError:
-                # another process was faster: its copy is the same
-                if not target.is_dir():
-                    raise
-        finally:
-            shutil.rmtree(aside, ignore_errors=True)
+        make_once(target, lambda aside: _convert(_gguf_file(package), aside))
     return target
+
+
+def make_once(target: Path, fill: Callable[[Path], None]) -> None:
+    """Have a model's directory that `fill` writes. It is written aside, fsynced and renamed: a kill leaves nothing half
+    done, and two processes may do it at once. Raises what `fill` does, OSError."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    aside = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
+    try:
+        fill(aside)
+        # made private by mkdtemp and safetensors; one copy serves every user of a machine or an image
+        aside.chmod(0o755)
+        for file in aside.iterdir():
+            file.chmod(0o644)
+        _sync(aside)
+        try:
+            aside.rename(target)
+        except OSError:
+            # another process was faster: its copy is the same
+            if not target.is_dir():
+                raise
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
 
 
 def embedded_target(models: Path) -> Path:
@@ -258,8 +264,7 @@ def _convert(gguf: Path, directory: Path) -> None:
         ) from error
 
 
-def fsync_all(directory: Path) -> None:
-    """Have a directory's files on disk, and their names."""
+def _sync(directory: Path) -> None:
     for path in (*directory.iterdir(), directory):
         descriptor = os.open(path, os.O_RDONLY)
         try:

@@ -7,13 +7,12 @@ their input least (block influence, ShortGPT, arXiv 2403.03853), measured on tex
 import json
 import logging
 import shutil
-import tempfile
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
 
-from node.models import EMBEDDED, ModelError, fsync_all, model_directory
+from node.models import EMBEDDED, ModelError, make_once, model_directory
 
 log = logging.getLogger(__name__)
 
@@ -28,31 +27,23 @@ def smaller_model(models: Path) -> Path:
     if target.is_dir():
         return target
     log.info("making %s of the embedded model, once, in %s", NAME, target)
-    aside = Path(tempfile.mkdtemp(prefix=f".{NAME}-", dir=models))
     try:
-        for file in source.iterdir():
-            if file.suffix != ".safetensors":
-                shutil.copy(file, aside)
-        config = json.loads((source / "config.json").read_bytes())
-        save_file(without(load_file(source / "model.safetensors"), LEFT_OUT), aside / "model.safetensors")
-        config["num_hidden_layers"] -= len(LEFT_OUT)
-        if "layer_types" in config:
-            config["layer_types"] = [kind for i, kind in enumerate(config["layer_types"]) if i not in LEFT_OUT]
-        (aside / "config.json").write_text(json.dumps(config, indent=2))
-        aside.chmod(0o755)
-        for file in aside.iterdir():
-            file.chmod(0o644)
-        fsync_all(aside)
-        try:
-            aside.rename(target)
-        except OSError:
-            if not target.is_dir():  # another process was faster: its copy is the same
-                raise
+        make_once(target, lambda aside: _leave_out(source, aside))
     except OSError as error:
         raise ModelError(f"{target}: writing the model failed ({error}); it takes 510 MB of disk") from error
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
     return target
+
+
+def _leave_out(source: Path, aside: Path) -> None:
+    for file in source.iterdir():
+        if file.suffix != ".safetensors":
+            shutil.copy(file, aside)
+    config = json.loads((source / "config.json").read_bytes())
+    save_file(without(load_file(source / "model.safetensors"), LEFT_OUT), aside / "model.safetensors")
+    config["num_hidden_layers"] -= len(LEFT_OUT)
+    if "layer_types" in config:
+        config["layer_types"] = [kind for i, kind in enumerate(config["layer_types"]) if i not in LEFT_OUT]
+    (aside / "config.json").write_text(json.dumps(config, indent=2))
 
 
 def without(weights: dict[str, torch.Tensor], layers: tuple[int, ...]) -> dict[str, torch.Tensor]:
