@@ -36,10 +36,10 @@ SYSTEM_PATHS = (
 )
 
 
-def die_with_parent() -> None:
-    """Ask the kernel for SIGKILL when the parent ends. Does nothing where there is no such thing."""
+def die_with_parent(by: signal.Signals = signal.SIGKILL) -> None:
+    """Ask the kernel for this signal when the parent ends. Does nothing where there is no such thing."""
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, by, 0, 0, 0)
 
 
 def isolate(memory_mb: int, readable: Iterable[Path], cpu_seconds: int | None = None) -> tuple[str, ...]:

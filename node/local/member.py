@@ -1,6 +1,6 @@
 """One process of a swarm on this machine: what it is started with, and what is known of it."""
 
-import ctypes
+import functools
 import os
 import signal
 import socket
@@ -16,6 +16,7 @@ from typing import Any, Literal
 from node.client import DaemonUnreachable, RequestRefused, connect
 from node.history import History
 from node.home import Home
+from node.isolation import die_with_parent
 from node.logs import FILE_BYTES
 from swarm.database import StoreError
 
@@ -23,7 +24,6 @@ STOP_SECONDS = 4.5
 WELL_SECONDS = 60.0
 """Of answering after which an earlier death of a process counts no more, where it has no steps to show."""
 RESTARTS_WITHOUT_PROGRESS = 4
-PR_SET_PDEATHSIG = 1
 
 PACE = ("coordinator.groups=16", "coordinator.round_seconds=600", "coordinator.answer_seconds=600")
 """Rounds that are over within a few steps of a machine that all members share."""
@@ -109,13 +109,9 @@ def start(member: Member, members: int, steps: int | None, settings: Sequence[st
             stderr=log,
             start_new_session=True,
             env={**os.environ, "OMP_NUM_THREADS": str(threads)},
-            preexec_fn=_die_with_parent if sys.platform == "linux" else None,
+            preexec_fn=functools.partial(die_with_parent, signal.SIGTERM),
         )
     member.note, member.answered = "", False
-
-
-def _die_with_parent() -> None:
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def tend(member: Member, members: int, steps: int | None, settings: Sequence[str], now: float) -> None:
