@@ -8,7 +8,6 @@ import json
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 from node.home import Home
 from node.local.member import Member, start, stop, tend
@@ -32,8 +31,8 @@ def run(
     members = prepare(home.path, swarm, overrides)
     flags = [f"{key}={value}" for key, value in overrides.items()]
     if as_json:
-        report = supervise(members, steps, flags, show=lambda members: None)
-        print(json.dumps(report))  # noqa: T201 - the answer of the command
+        supervise(members, steps, flags, show=lambda members: None)
+        print(json.dumps(report_of(members)))  # noqa: T201 - the answer of the command
     else:
         with LiveTable() as table:
             supervise(members, steps, flags, show=table.show)
@@ -62,8 +61,8 @@ def supervise(
     *,
     show: Callable[[Sequence[Member]], None],
     clock: Callable[[], float] = time.monotonic,
-) -> dict[str, Any]:
-    """Run the swarm until Ctrl-C or until every node that trains has done `steps`; returns the report of `--json`.
+) -> None:
+    """Run the swarm until Ctrl-C or until every node that trains has done `steps`.
 
     `settings` are `section.key=value` for all of them. Raises LocalSwarmFailed.
     """
@@ -87,7 +86,6 @@ def supervise(
         for number, handler in before.items():
             signal.signal(number, handler)
     show(members)
-    return report_of(members)
 
 
 def _is_over(members: Sequence[Member]) -> bool:
