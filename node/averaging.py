@@ -73,23 +73,27 @@ class Averaging:
 
         `keep` writes the checkpoint that holds the outer step; it raises CheckpointError.
         """
-        p, step, settings = parts, self.trainer.step, parts.config.averaging
+        p, step, own = parts, self.trainer.step, self.directory / "own.bin"
         self._tried = step
-        own = self.directory / "own.bin"
         try:
             digest = await p.device.run(lambda: outer.write(outer.flatten(self._masters), own))
-            got = await self.averager.round(own, digest, settings.timeout)
-            least = settings.min_peers
-            if len(got.all) < least:
-                raise NotAveraged(f"weights of {len(got.all)} nodes came, and averaging.min_peers is {least}")
-            before = self.state
-            stats = await p.device.run(self._take, got, p.config)
+            got = await self.averager.round(own, digest, p.config.averaging.timeout)
+            try:
+                return await self._step(p, got, own, keep)
+            finally:
+                self._forget(got)
         except (NotAveraged, NoOuterStep) as why:
             p.history.event("info", "averaging", f"no outer step after step {step}: {why}; going on alone")
-            return False
         except OSError as error:
             p.history.event("error", "averaging", f"no outer step after step {step}: {error}; free some disk")
-            return False
+        return False
+
+    async def _step(self, p: "Parts", got: Contributions, own: Path, keep: Callable[[], Any]) -> bool:
+        """The outer step, kept or undone; whether it was kept. Raises NotAveraged, NoOuterStep, OSError."""
+        step, least, before = self.trainer.step, p.config.averaging.min_peers, self.state
+        if len(got.all) < least:
+            raise NotAveraged(f"weights of {len(got.all)} nodes came, and averaging.min_peers is {least}")
+        stats = await p.device.run(self._take, got, p.config)
         try:
             await p.device.run(keep)
         except CheckpointError as error:
@@ -98,8 +102,6 @@ class Averaging:
                 p.history.event("error", "averaging", f"the outer step after step {step} is undone: {error}")
                 return False
             p.history.event("error", "checkpoint", str(error))  # it is kept; old ones were not removed
-        finally:
-            self._forget(got)
         p.history.event("info", "averaging", in_words(step, got, stats))
         return True
 

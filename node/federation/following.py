@@ -155,19 +155,21 @@ class Following:
         records, file = list(pulled.records), self._staged.file if self._staged else None
         newest = records[-1]
         path = self._path(newest.version, newest.state)
-        if records[0].base is None:
-            whole = records.pop(0)
-            aside = path.with_name("whole.safetensors")
-            file = write_whole(self._store.pieces_of(whole), aside, self._shapes, self._dtype, whole.state)
-        if file is None:
-            raise BadWeights("there are no weights to change")
-        if records:
-            changes = [Changes(self._store.open(record)) for record in records]
-            made = write_changed(file, changes, path, newest.state)
-        else:
-            file.path.replace(path)
-            made = WeightsFile(path, self._shapes, self._dtype)
-        path.with_name("whole.safetensors").unlink(missing_ok=True)
+        aside = path.with_name("whole.safetensors")
+        try:
+            if records[0].base is None:
+                whole = records.pop(0)
+                file = write_whole(self._store.pieces_of(whole), aside, self._shapes, self._dtype, whole.state)
+            if file is None:
+                raise BadWeights("there are no weights to change")
+            if records:
+                changes = [Changes(self._store.open(record)) for record in records]
+                made = write_changed(file, changes, path, newest.state)
+            else:
+                file.path.replace(path)
+                made = WeightsFile(path, self._shapes, self._dtype)
+        finally:
+            aside.unlink(missing_ok=True)
         if not made.finite():
             path.unlink()
             raise BadWeights("not all weights are finite")
