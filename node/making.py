@@ -40,6 +40,7 @@ async def start_engines(node: "Daemon", engines: Sequence[TransformersEngine | V
         async with node.progress.during("engine"):
             await asyncio.gather(*(engine.start() for engine in served))
     node.progress.say("STARTING", "checking that engine and trainer give the same log-probabilities")
+    prompts_of_each = await _check_prompts(parts)
     for engine in engines:
         facts = engine.facts if isinstance(engine, VllmEngine) else None
         async with node.progress.during("agreement check"):
@@ -47,7 +48,7 @@ async def start_engines(node: "Daemon", engines: Sequence[TransformersEngine | V
                 engine,
                 parts.trainer,
                 node.device,
-                await _check_prompts(parts),
+                prompts_of_each,
                 dtypes=[str(parts.bundle.model.dtype).removeprefix("torch."), *(facts.computes_in if facts else ())],
                 routing=parts.bundle.routing,
             )
