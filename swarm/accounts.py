@@ -84,6 +84,13 @@ class Accounts:
                 self.refuse(peer)
                 self._on_event("banned", f"{peer} is banned: too many offences, the last one {reason}")
 
+    def note(self, rejected: Rejected, *peers: str) -> None:
+        """`offence`, where whoever calls has no use for a database that cannot be written: that is told, too."""
+        try:
+            self.offence(rejected, *peers)
+        except StoreError as error:
+            self.store_trouble(error)
+
     def refuse(self, peer: str) -> None:
         """Have the transport refuse a banned peer."""
         self._bans.ban(peer, "reputation")

@@ -18,7 +18,6 @@ from protocol.rejection import Reason, Rejected
 from swarm.accounts import Accounts
 from swarm.allowance import Allowance
 from swarm.averaging import Averager
-from swarm.database import StoreError
 from swarm.transport import Busy, Transport, TransportError
 
 log = logging.getLogger(__name__)
@@ -115,11 +114,7 @@ class AveragerFinding:
         except TransportError:  # without an averager, or busy: asked again later
             return None
         except (msgspec.DecodeError, RecursionError) as error:
-            rejected = Rejected(Reason.malformed, f"place of an averager: {error}")
-            try:
-                self._accounts.offence(rejected, peer)
-            except StoreError as trouble:
-                self._accounts.store_trouble(trouble)
+            self._accounts.note(Rejected(Reason.malformed, f"place of an averager: {error}"), peer)
             return None
 
 

@@ -48,7 +48,6 @@ STREAM = "shoal-averaging-1"
 CHUNK = 1 << 18
 STALL_SECONDS = 20.0
 """Within which one chunk, or a request, must come or go."""
-MAX_TOLD = 16
 SERVED_AT_ONCE = 2 * MAX_GROUP
 MEET_SECONDS = 15.0
 """How often addresses that were given are dialled while nobody of them is known."""
@@ -202,7 +201,7 @@ class Worker:
                 log.info("the node is gone")
                 end(0)
             if isinstance(command, Meet):
-                self.others = command.peers[:MAX_TOLD]
+                self.others = command.peers
                 self.news.set()
             elif isinstance(command, Round):
                 if task is not None:

@@ -7,7 +7,7 @@ told to come back, and finds the answer then. Everything that is kept is bounded
 import asyncio
 import hashlib
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import msgspec
 
@@ -24,7 +24,6 @@ from protocol.teaching import (
 )
 from swarm.accounts import Accounts
 from swarm.allowance import Allowance
-from swarm.database import StoreError
 from swarm.serving import REQUEST_COST
 from swarm.transport import Busy, Transport, TransportError
 
@@ -50,7 +49,7 @@ class _Question:
     peer: str
     request: TeachRequest
     since: float
-    answer: bytes = field(default=b"")
+    answer: bytes = b""
 
 
 class TeachServing:
@@ -73,7 +72,6 @@ class TeachServing:
         self._tokens = Allowance(tokens_a_minute / 60, max(tokens_a_minute, MAX_TEACH_TOKENS), clock)
         self._questions: dict[bytes, _Question] = {}
         self._news = asyncio.Event()
-        self.answered_tokens = 0
 
     def serve_on(self, transport: Transport) -> None:
         transport.serve(TEACH_PROTOCOL, self.asked, max_request=MAX_TEACH_REQUEST)
@@ -123,7 +121,6 @@ class TeachServing:
                 self._news.clear()
                 continue
             answer = await self._compute(question.request)
-            self.answered_tokens += len(answer.logprobs) // 2
             question.answer, question.since = msgspec.msgpack.encode(answer), self._clock()
 
 
@@ -154,10 +151,7 @@ async def ask(
         try:
             answer, logprobs = check_answer(answered, request)
         except Rejected as rejected:
-            try:
-                accounts.offence(rejected, teacher)
-            except StoreError as trouble:
-                accounts.store_trouble(trouble)
+            accounts.note(rejected, teacher)
             raise NotTaught(rejected.detail) from rejected
         if answer.refusal:
             raise NotTaught(answer.refusal)

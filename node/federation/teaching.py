@@ -52,7 +52,7 @@ class Teaching:
             return await self._computed(request)
         except Exception as error:
             log.warning("a question to the teacher failed", exc_info=error)
-            return self._refusal(f"it cannot be computed: {str(error)[:150]}")
+            return self._refusal("it could not be computed; the teacher's log says why")
 
     def _refusal(self, why: str) -> TeachAnswer:
         return TeachAnswer(self._bundle.name[:64], self._step(), b"", why)

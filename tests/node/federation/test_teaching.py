@@ -138,7 +138,7 @@ async def test_a_question_that_fails_ends_nothing(
     monkeypatch.setattr("node.federation.teaching.states", fail)
     request = TeachRequest(SWARM, bundle.fingerprint, (AskedGroup((1,), ((2,),)),))
     answer = await Teaching(bundle, device, lambda: 3, 64).answer(request)
-    assert answer.refusal == "it cannot be computed: no room for 9 GB"
+    assert answer.refusal == "it could not be computed; the teacher's log says why"
 
 
 async def test_empty_answers_and_prompts_computed_again_and_again(bundle: ModelBundle, device: Device) -> None:
