@@ -1,6 +1,6 @@
 """What a coordinator was handed in and heard in a round, in its node.db: a kill in mid round loses none of it."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -25,8 +25,14 @@ class Reports:
         self._db = Database(path)
         self._db.migrate("reports_version", VERSION, SCHEMA.strip())
         self._db.keep_for(swarm, "reports_swarm", ("coordinator_reports", "coordinator_heard"))
-        self.waiting_bytes = self._count_waiting()
-        """Of the answers that are not scored yet."""
+        self._waiting: dict[int, dict[str, int]] = {}
+        """By round: bytes of the answers that are not scored yet, as on disk; asked for with every few answers."""
+        for number, peer, size in self._db.all(
+            "SELECT number, peer, LENGTH(body) FROM coordinator_reports WHERE found IS NULL ORDER BY rowid"
+        ):
+            self._waiting.setdefault(number, {})[peer] = size
+        self.waiting_bytes = sum(map(sum, (those.values() for those in self._waiting.values())))
+        """Of all of them."""
 
     def close(self) -> None:
         self._db.close()
@@ -36,20 +42,14 @@ class Reports:
         added = self._db.execute(
             "INSERT OR IGNORE INTO coordinator_reports (number, peer, body) VALUES (?,?,?)", report.number, peer, body
         )
-        self.waiting_bytes += added * len(body)
+        if added:
+            self._waiting.setdefault(report.number, {})[peer] = len(body)
+            self.waiting_bytes += len(body)
         return bool(added)
 
-    def _count_waiting(self) -> int:
-        row = self._db.one("SELECT COALESCE(SUM(LENGTH(body)), 0) FROM coordinator_reports WHERE found IS NULL")
-        assert row is not None  # an aggregate always has one
-        return int(row[0])
-
-    def unscored(self, number: int) -> list[str]:
+    def unscored(self, number: int) -> Sequence[str]:
         """Whose answers wait to be scored, in the order in which they came."""
-        rows = self._db.all(
-            "SELECT peer FROM coordinator_reports WHERE number = ? AND found IS NULL ORDER BY rowid", number
-        )
-        return [row[0] for row in rows]
+        return tuple(self._waiting.get(number, ()))
 
     def report(self, number: int, peer: str) -> ReportRequest:
         """What a peer handed in that is not scored yet."""
@@ -59,16 +59,13 @@ class Reports:
 
     def keep_scores(self, number: int, peer: str, report: Report) -> None:
         """What was found in it; the answers are not needed any more."""
-        row = self._db.one(
-            "SELECT LENGTH(body) FROM coordinator_reports WHERE number = ? AND peer = ? AND found IS NULL", number, peer
-        )
-        self.waiting_bytes -= row[0] if row else 0
         self._db.execute(
             "UPDATE coordinator_reports SET found = ?, body = x'' WHERE number = ? AND peer = ?",
             msgspec.msgpack.encode(report),
             number,
             peer,
         )
+        self.waiting_bytes -= self._waiting.get(number, {}).pop(peer, 0)
 
     def scored(self, number: int) -> dict[str, Report]:
         rows = self._db.all(
@@ -98,4 +95,5 @@ class Reports:
         with self._db.transaction():
             self._db.execute("DELETE FROM coordinator_reports WHERE number < ?", number)
             self._db.execute("DELETE FROM coordinator_heard WHERE number < ?", heard)
-        self.waiting_bytes = self._count_waiting()
+        for old in [one for one in self._waiting if one < number]:
+            self.waiting_bytes -= sum(self._waiting.pop(old).values())

@@ -162,9 +162,9 @@ def test_reports_are_kept_until_their_round_is_long_over(tmp_path: Path) -> None
     reports.keep_scores(1, "bert", Report((1.0, None), ()))
     assert reports.waiting_bytes == len(body), "what is scored waits no more"
     assert Reports(tmp_path / "node.db", MANIFEST.digest).waiting_bytes == len(body), "after a restart, too"
-    assert reports.unscored(1) == ["anna"]
+    assert list(reports.unscored(1)) == ["anna"]
     assert reports.report(1, "anna") == report
-    assert reports.unscored(2) == []
+    assert list(reports.unscored(2)) == []
     reports.hear(1, {"anna": 2})
     reports.hear(1, {"anna": 3})
     reports.hear(2, {"anna": 1})
