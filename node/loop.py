@@ -43,6 +43,7 @@ from node.routing import bounded
 from node.summary import in_words, summarise
 from node.training.distill import taught
 from protocol.rules import Rejected
+from swarm.backing_off import pause_after
 from swarm.experience import StoreError
 
 log = logging.getLogger(__name__)
@@ -149,14 +150,14 @@ class Loop:
                 if self._skips >= SKIPS_BEFORE_ALARM:
                     p.progress.say("WAITING", f"{self._skips} steps in a row skipped: {skipped}", skipped.advice)
                     p.progress.enter("rest")  # what fails at once must not fail all the time
-                    await asyncio.sleep(min(LONGEST_REST, 2.0 ** min(self._skips - SKIPS_BEFORE_ALARM, 8)))
+                    await asyncio.sleep(pause_after(self._skips - SKIPS_BEFORE_ALARM + 1, 1.0, LONGEST_REST))
 
     async def _have_again(self, lost: TrainerLost) -> None:
         """Start a lost trainer anew, after a pause that grows while no step is done. Raises what is for good."""
         p = self.parts
         while True:
             self._losses += 1
-            pause = min(LONGEST_REST, 2.0 ** min(self._losses - 1, 8))
+            pause = pause_after(self._losses, 1.0, LONGEST_REST)
             log.error("the trainer is lost: %s", lost)
             told = f"the trainer is lost: {str(lost).splitlines()[0]}"
             p.history.event("error", "trainer", f"{told}; it is started again in {pause:.0f} s")

@@ -25,6 +25,7 @@ from node.engines.partial import EngineFailed
 from node.interfaces import Engine, PromptRequest, Sample, SampledGroup
 from node.scheduling.lengths import Lengths, of_group
 from node.scheduling.units import Group, Lane, Run, Unit
+from swarm.backing_off import pause_after
 
 log = logging.getLogger(__name__)
 
@@ -299,7 +300,7 @@ class Scheduler:
         if all(lane.failures >= FAILURES for lane in self._lanes):
             for run in self._runs:
                 run.ready.put_nowait(failure)
-        seconds = min(LONGEST_REST, FIRST_REST * 2 ** (lane.failures - 1))
+        seconds = pause_after(lane.failures, FIRST_REST, LONGEST_REST)
         log.warning("engine %s failed and rests for %.0f s: %s", lane.engine.name, seconds, failure)
         rest = asyncio.ensure_future(self._wake(lane, seconds))
         self._rests.add(rest)

@@ -34,6 +34,7 @@ from swarm.averaging_wire import (
     file_of,
     frame,
 )
+from swarm.backing_off import pause_after
 from swarm.child import inherited, open_log
 
 log = logging.getLogger(__name__)
@@ -111,7 +112,7 @@ class Averager:
                 self.addresses, self._why_not = (), why
                 if self._asked is not None and not self._asked.done():
                     self._asked.set_exception(NotAveraged(why))
-                pause = min(LONGEST_PAUSE, self._pause * 2.0 ** min(failures, 8))
+                pause = pause_after(failures + 1, self._pause, LONGEST_PAUSE)
                 self._say("warning", f"{why}; it is started again in {pause:.0f} s (log: {self._log_path})")
                 await asyncio.sleep(pause)
         finally:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Protocol
 
 from node.engines.vllm_client import Address
+from swarm.backing_off import pause_after
 from swarm.child import inherited, open_log
 
 log = logging.getLogger(__name__)
@@ -82,7 +83,7 @@ class Pauses:
         if self._started is None:
             return 0.0
         self._failures = 1 if now - self._started > HEALTHY_SECONDS else self._failures + 1
-        return min(LONGEST_PAUSE, FIRST_PAUSE * 2 ** (self._failures - 2)) if self._failures > 1 else 0.0
+        return pause_after(self._failures - 1, FIRST_PAUSE, LONGEST_PAUSE)
 
     def began(self, now: float) -> None:
         self._started = now

@@ -18,6 +18,7 @@ from node.large.room import Bundle
 from node.scorer import CHUNK_JOBS, GRACE_SECONDS, START_SECONDS, Scorer, ScorerError, next_chunk
 from node.scorer_wire import Done, Job, Ready, Refused
 from protocol.manifest import EnvironmentSpec
+from swarm.backing_off import pause_after
 
 log = logging.getLogger(__name__)
 
@@ -209,7 +210,7 @@ class RewardCrew:
 
     async def _again(self, lane: _Lane) -> None:
         while not self._closed:
-            await asyncio.sleep(min(LONGEST_PAUSE, FIRST_PAUSE * 2.0 ** min(lane.failures - 1, 8)))
+            await asyncio.sleep(pause_after(lane.failures, FIRST_PAUSE, LONGEST_PAUSE))
             try:
                 await self._start(lane)
             except ScorerError as error:
