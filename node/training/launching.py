@@ -3,6 +3,7 @@
 The other one is node/large/trainer_actors.py, which has Ray start them on several.
 """
 
+import contextlib
 import os
 import shutil
 import socket
@@ -74,18 +75,20 @@ class LocalLauncher:
         self._directory: Path | None = None
 
     def launch(self, count: int, seconds: float) -> list[Launched]:
-        self._directory = Path(tempfile.mkdtemp(prefix="shoal-trainer-"))
-        launched = []
-        try:
-            for _ in range(count):
-                ours, theirs = socket.socketpair()
-                with theirs:
-                    launched.append(Launched(spawn(theirs, self._log, self._threads, on_one_machine()), ours))
-        except OSError as error:
-            for one in launched:
-                one.process.kill()
-                one.connection.close()
-            raise LaunchFailed(f"worker {len(launched) + 1} of {count} cannot be started: {error}") from error
+        launched: list[Launched] = []
+        with contextlib.ExitStack() as begun:  # undone unless all are there
+            try:
+                self._directory = Path(tempfile.mkdtemp(prefix="shoal-trainer-"))
+                for _ in range(count):
+                    ours, theirs = socket.socketpair()
+                    begun.callback(ours.close)
+                    with theirs:
+                        process = spawn(theirs, self._log, self._threads, on_one_machine())
+                    begun.callback(process.kill)
+                    launched.append(Launched(process, ours))
+            except OSError as error:
+                raise LaunchFailed(f"worker {len(launched) + 1} of {count} cannot be started: {error}") from error
+            begun.pop_all()
         return launched
 
     def meeting(self) -> str:

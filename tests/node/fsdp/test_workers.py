@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -132,3 +133,20 @@ def test_the_passphrase_is_kept_from_workers(start: Callable[..., Workers], monk
     monkeypatch.setenv("SHOAL_PASSPHRASE", "secret")
     with pytest.raises(WorkersLost, match="none of it"):
         start("import os; say(Failed('error', str(os.environ.get('SHOAL_PASSPHRASE', 'none of it')))); sys.exit(1)")
+
+
+def test_those_that_were_started_end_when_one_more_cannot_be(
+    start: Callable[..., Workers], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, made = launching.spawn, list[Any]()
+
+    def spawn(*arguments: Any) -> Any:
+        if made:
+            raise OSError(12, "Cannot allocate memory")
+        made.append(real(*arguments))
+        return made[0]
+
+    monkeypatch.setattr(launching, "spawn", spawn)
+    with pytest.raises(WorkersLost, match=r"worker 2 of 2 cannot be started: .*Cannot allocate memory"):
+        start("pass")
+    assert made[0].wait(10) == -9
