@@ -139,6 +139,8 @@ def averaging(subject: Subject) -> list[Finding]:
         return [fail("averaging", "hivemind is not installed", fix)]
     if not settings.peers:
         said = "averaging.peers names nobody: others must name this node (its address is in the events)"
+        if _is_private(subject):
+            said = "members of the swarm tell each other where their averagers are"
         return [ok("averaging", f"hivemind is installed; {said}")]
     with ThreadPoolExecutor(len(settings.peers)) as pool:
         faults = list(pool.map(lambda address: unreachable(*parts(address)), settings.peers))
@@ -150,6 +152,15 @@ def averaging(subject: Subject) -> list[Finding]:
         for address, fault in zip(settings.peers, faults, strict=True)
         if fault
     ]
+
+
+def _is_private(subject: Subject) -> bool:
+    """Whether averagers are found through the swarm (node/averaging.py)."""
+    try:
+        manifest = subject.home.manifest()
+        return subject.home.swarm().psk is not None or (manifest is not None and manifest.listed_only)
+    except HomeError:  # in no swarm yet, or a file that another check is about
+        return False
 
 
 def short(peer: str) -> str:

@@ -150,3 +150,5 @@ def test_averagers(home: Home, monkeypatch: pytest.MonkeyPatch, listening: socke
     assert words(found(there)) == [("ok", "hivemind is installed; all 1 of averaging.peers answer")]
     assert words(found(there, gone)) == [("warn", f"/ip4/127.0.0.1/tcp/{gone}: Connection refused")]
     assert found()[0].said.startswith("hivemind is installed; averaging.peers names nobody")
+    home.found(embedded_manifest("private", 0.0), b"k" * 32)
+    assert found()[0].said == "hivemind is installed; members of the swarm tell each other where their averagers are"
