@@ -1,15 +1,13 @@
 """The coordinator's part of the Swarm page, the same for members and for coordinators."""
 
-import time
 from collections.abc import Mapping
 from contextlib import closing
 from typing import Any
 
+from node.coordinator.at_rest import following
 from node.home import Home
 from protocol.manifest import Manifest
 from protocol.rounds import State
-from swarm.memory import MemoryHub
-from swarm.round_log import RoundLog
 from swarm.rounds import Following
 
 MAX_STANDINGS = 100
@@ -69,5 +67,6 @@ def kept(home: Home, manifest: Manifest) -> dict[str, Any] | None:
     """The same from what a home's database has of the log; None: it was never started. Raises StoreError."""
     if not home.database.exists():
         return None
-    with closing(RoundLog(home.database, manifest.digest)) as log:
-        return coordination(Following(MemoryHub().transport("nobody"), log, manifest, time.time))
+    found = following(home, manifest)
+    with closing(found.log):
+        return coordination(found)

@@ -6,10 +6,9 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from node.coordinator.at_rest import following
 from node.history import History
 from node.local.member import Member
-from node.view_coordinator import coordination
+from node.view_coordinator import kept
 
 PAGE = 500
 Json = dict[str, Any]
@@ -93,7 +92,8 @@ def _coordinator(member: Member, names: Mapping[str, str]) -> Json:
     """Its rounds and its board. `names`: of the members, by peer id."""
     manifest = member.home.manifest()
     assert manifest is not None
-    shown = coordination(following(member.home, manifest))
+    shown = kept(member.home, manifest)
+    assert shown is not None  # its invites are in the database
     board = shown["board"] or {"number": None, "standings": []}
     return {
         "peer_id": member.home.identity().peer_id,
