@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+PROGRAM = "node.averager_process"
 CAUTION = "averaging trusts other nodes with a share of this one's weights: what they send is clipped, not checked"
 
 
@@ -212,4 +213,4 @@ def make_averaging(
     def say(level: str, message: str) -> None:
         history.event(level, "averaging", message)
 
-    return Averaging(trainer, Averager(setup, home.logs / "averaging.log", say=say), directory)
+    return Averaging(trainer, Averager(setup, home.logs / "averaging.log", PROGRAM, say=say), directory)

@@ -6,23 +6,16 @@ the interpreter and its packages, so neither keys nor other processes' memory). 
 
 import ctypes
 import math
-import os
 import resource
 import signal
-import struct
 import sys
+import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
-from node import seccomp
+from node import landlock, seccomp
 
 _PR_SET_PDEATHSIG, _PR_SET_NO_NEW_PRIVS = 1, 38
-_LANDLOCK_CREATE_RULESET, _LANDLOCK_ADD_RULE, _LANDLOCK_RESTRICT_SELF = 444, 445, 446
-_LANDLOCK_VERSION, _LANDLOCK_PATH_BENEATH = 1, 1
-_READ_FILE, _READ_DIRECTORY = 1 << 2, 1 << 3
-_FILE_RIGHTS_BY_ABI = {1: 13, 2: 14, 3: 15, 4: 15}
-"""How many file rights each version of Landlock knows; 16 from version 5 on (`landlock(7)`)."""
-_NO_TCP, _NO_SIGNALS_OR_SOCKETS_OUT = 0b11, 0b11
 
 SYSTEM_PATHS = (
     "/usr/lib",
@@ -33,6 +26,16 @@ SYSTEM_PATHS = (
     "/etc/localtime",
     "/dev/null",
     "/dev/urandom",
+)
+NETWORK_PATHS = (
+    "/etc/resolv.conf",
+    "/etc/hosts",
+    "/etc/nsswitch.conf",
+    "/etc/gai.conf",
+    "/etc/services",
+    "/etc/ssl",
+    "/proc/cpuinfo",  # all of /proc would have the node's variables, and with them its passphrase
+    "/proc/stat",
 )
 
 
@@ -62,10 +65,7 @@ def isolate(memory_mb: int, readable: Iterable[Path], cpu_seconds: int | None = 
     if sys.platform != "linux":
         return tuple(held)
     libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) == 0:
-        held.append("no_new_privs")
-    if version := _landlock(libc, readable):
-        held.append(f"landlock-{version}")
+    held += _fence(libc, [(path, landlock.READ) for path in (*_of_python(), *readable)], network=False)
     if seccomp.confine():
         held.append("seccomp")
     return tuple(held)
@@ -92,25 +92,35 @@ def _limit(limit: int, value: int) -> None:
     resource.setrlimit(limit, (allowed, allowed))
 
 
-def _landlock(libc: ctypes.CDLL, readable: Iterable[Path]) -> int:
-    """Deny every file access but reading below `readable`. Returns the kernel's Landlock version, 0 without one."""
-    version = int(libc.syscall(_LANDLOCK_CREATE_RULESET, None, 0, _LANDLOCK_VERSION))
-    if version < 1:
-        return 0
-    rights = (1 << _FILE_RIGHTS_BY_ABI.get(version, 16)) - 1
-    attributes = struct.pack("=QQQ", rights, _NO_TCP, _NO_SIGNALS_OR_SOCKETS_OUT)
-    known = 8 if version < 4 else 16 if version < 6 else 24
-    ruleset = libc.syscall(_LANDLOCK_CREATE_RULESET, attributes, known, 0)
-    if ruleset < 0:
-        return 0
-    for path in {Path(sys.prefix), Path(sys.base_prefix), *map(Path, SYSTEM_PATHS), *readable}:
-        if not path.exists():
-            continue
-        allowed = _READ_FILE | _READ_DIRECTORY if path.is_dir() else _READ_FILE
-        descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
-        rule = struct.pack("=Qi", allowed, descriptor)
-        libc.syscall(_LANDLOCK_ADD_RULE, ruleset, _LANDLOCK_PATH_BENEATH, rule, 0)
-        os.close(descriptor)
-    held = libc.syscall(_LANDLOCK_RESTRICT_SELF, ruleset, 0) == 0
-    os.close(ruleset)
-    return version if held else 0
+def isolate_averager(memory_mb: int, file_bytes: int, readable: Path, writable: Path) -> tuple[str, ...]:
+    """Confine this process and its children, which need a network and programs of their own; the measures in force.
+
+    `memory_mb`: of each of them, without what they map of files; `file_bytes`: the largest file that one may write;
+    `readable`: a directory that may be read, and `writable` one in which files may be made, of the home nothing else.
+    """
+    _limit(resource.RLIMIT_CORE, 0)
+    _limit(resource.RLIMIT_FSIZE, file_bytes)
+    _limit(resource.RLIMIT_DATA, memory_mb * 1024 * 1024)
+    if sys.platform != "linux":
+        return ("rlimits",)
+    own = Path(__file__).parents[1]
+    code = [Path(entry) for entry in sys.path if entry and Path(entry) != own]  # a home may be below it
+    allowed = [(path, landlock.RUN) for path in (*_of_python(), *code)]
+    allowed += [(own / room, landlock.READ) for room in ("node", "protocol", "swarm")]
+    allowed += [(Path(path), landlock.READ) for path in NETWORK_PATHS]
+    allowed += [(Path("/dev/shm"), landlock.WRITE), (Path("/dev/null"), landlock.WRITE)]
+    allowed += [(Path(tempfile.gettempdir()), landlock.WRITE), (readable, landlock.READ), (writable, landlock.WRITE)]
+    return ("rlimits", *_fence(ctypes.CDLL(None, use_errno=True), allowed, network=True))
+
+
+def _of_python() -> list[Path]:
+    return list({Path(sys.prefix), Path(sys.base_prefix), *map(Path, SYSTEM_PATHS)})
+
+
+def _fence(libc: ctypes.CDLL, allowed: list[tuple[Path, int]], *, network: bool) -> list[str]:
+    held = []
+    if libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) == 0:
+        held.append("no_new_privs")
+    if version := landlock.fence(libc, allowed, network=network):
+        held.append(f"landlock-{version}")
+    return held

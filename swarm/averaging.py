@@ -1,8 +1,8 @@
 """The node's side of averaging: starts the averager process, watches it, and asks it for the weights of a round.
 
 hivemind cannot live in a process with libp2p (both register the same protobuf names), and what strangers send it must
-not hurt the node: so it runs as `python -m swarm.averaging_worker`, without the node's variables, and is killed when it
-is silent.
+not hurt the node: so it is a process without the node's variables, confined by `program`, which serves what is in
+swarm/averaging_worker.py, and is killed when it is silent.
 """
 
 import asyncio
@@ -13,6 +13,7 @@ import shutil
 import signal
 import socket
 import sys
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -77,9 +78,13 @@ class Contributions:
 class Averager:
     """One averager process at a time. Used from one asyncio loop; `run` is the service that has it running."""
 
-    def __init__(self, setup: Setup, log_path: Path, *, say: Callable[[str, str], None], pause: float = 2.0) -> None:
-        """`say(level, message)` takes what a person should read; `pause`: seconds before a first restart."""
-        self._setup, self._log_path, self._say, self._pause = setup, log_path, say, pause
+    def __init__(
+        self, setup: Setup, log_path: Path, program: str, *, say: Callable[[str, str], None], pause: float = 2.0
+    ) -> None:
+        """`program`: the module that is the process; `say(level, message)` takes what a person should read; `pause`:
+        seconds before a first restart."""
+        self._program, self._setup, self._log_path = program, setup, log_path
+        self._say, self._pause = say, pause
         self._directory = Path(setup.directory)
         self._process: asyncio.subprocess.Process | None = None
         self._writer: asyncio.StreamWriter | None = None
@@ -121,33 +126,37 @@ class Averager:
     async def _life(self) -> str:
         """One process from start to end; why it ended."""
         ours, theirs = socket.socketpair()
-        try:
-            with theirs:
+        with contextlib.ExitStack() as held:
+            try:
+                held.enter_context(theirs)
                 shutil.rmtree(self._directory, ignore_errors=True)  # weights of a process that was killed
                 self._directory.mkdir(mode=0o700, parents=True)
-                self._process = await self._launch(theirs)
-            reader, self._writer = await asyncio.open_connection(sock=ours)
-        except OSError as error:
-            ours.close()
-            return f"the averager cannot be started: {error}"
-        try:
-            self._writer.write(frame(self._setup))
-            return await self._listen(reader)
-        finally:
-            self._writer.close()
-            self._writer = None
-            self.kill()
+                # its sockets need a path that is short, which that of a home may not be
+                scratch = tempfile.TemporaryDirectory(prefix="shoal-averager-", ignore_cleanup_errors=True)
+                self._process = await self._launch(theirs, held.enter_context(scratch))
+                theirs.close()
+                reader, self._writer = await asyncio.open_connection(sock=ours)
+            except OSError as error:
+                ours.close()
+                return f"the averager cannot be started: {error}"
+            try:
+                self._writer.write(frame(self._setup))
+                return await self._listen(reader)
+            finally:
+                self._writer.close()
+                self._writer = None
+                self.kill()
 
-    async def _launch(self, theirs: socket.socket) -> asyncio.subprocess.Process:
+    async def _launch(self, theirs: socket.socket, scratch: str) -> asyncio.subprocess.Process:
         path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-        needed = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "HIVEMIND_LOGLEVEL": "WARNING"}
+        needed = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "HIVEMIND_LOGLEVEL": "WARNING", "TMPDIR": scratch}
         with open_log(self._log_path) as output:
             # -P: a `torch.py` in the directory where the node was started is not torch
             return await asyncio.create_subprocess_exec(
                 sys.executable,
                 "-P",
                 "-m",
-                "swarm.averaging_worker",
+                self._program,
                 str(theirs.fileno()),
                 pass_fds=(theirs.fileno(),),
                 stdin=asyncio.subprocess.DEVNULL,

@@ -1,4 +1,4 @@
-"""The averager: `python -m swarm.averaging_worker FD`, started by swarm/averaging.py. Only this file imports hivemind.
+"""What an averager process does, which swarm/averaging.py starts. Only this file imports hivemind.
 
 hivemind's DHT and DecentralizedAverager bring a group together: everybody is told the others' ids and the SHA-256 of
 their weights. Its all-reduce would return a mean that any one of them can set to anything (the sender says how much its
@@ -13,12 +13,13 @@ import functools
 import hashlib
 import logging
 import os
-import resource
 import secrets
 import shutil
 import signal
 import socket
 import sys
+import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -54,32 +55,24 @@ MEET_SECONDS = 15.0
 GATHER_SECONDS = 5.0
 """How long a group waits for more to join it, once there is one."""
 FREE_MARGIN = 64 << 20
-PR_SET_PDEATHSIG, PR_SET_NO_NEW_PRIVS = 1, 38
+PR_SET_PDEATHSIG = 1
 
 
 class Fault(Exception):
     """Why a peer's weights did not come."""
 
 
-def confine(size: int) -> None:
-    """What can be taken from a process that needs a network and processes of its own. Keys and home are not secret
-    to it: it is the user's (docs/security.md)."""
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    largest = size + FREE_MARGIN
-    resource.setrlimit(resource.RLIMIT_FSIZE, (largest, largest if hard < 0 else min(largest, hard)))
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+def main(descriptor: int, confine: Callable[[Setup], tuple[str, ...]]) -> None:
+    """Serve one node. Ends with it, and ends all that it started.
 
-
-def main(descriptor: int) -> None:
-    """Serve one node. Ends with it, and ends all that it started."""
+    `confine` takes the powers away that the process does not need, and says which measures hold.
+    """
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     connection = socket.socket(fileno=descriptor)
     (length,) = LENGTH.unpack(_exactly(connection, LENGTH.size))
     setup = msgspec.msgpack.decode(_exactly(connection, min(length, MAX_FRAME)), type=Command)
     assert isinstance(setup, Setup)
-    confine(setup.size)
+    log.info("confined: %s", " ".join(confine(setup)))
 
     def in_child() -> None:
         # hivemind forks: what it forks ends with this process, and does not hold the node's connection open
@@ -120,8 +113,10 @@ def _hivemind(setup: Setup) -> tuple[Any, Any]:
     import torch  # hivemind's tensors; a few at most
     from hivemind import DHT
     from hivemind.averaging import DecentralizedAverager
+    from hivemind.p2p import P2P
 
     torch.set_num_threads(1)
+    P2P._UNIX_SOCKET_PREFIX = f"/unix{tempfile.gettempdir()}/hivemind-"  # it has /tmp, where they would stay
     dht = DHT(
         host_maddrs=[setup.listen],
         start=True,
@@ -343,7 +338,3 @@ class Worker:
             log.info("a peer did not take the weights: %r", error)
         finally:
             writer.close()
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]))

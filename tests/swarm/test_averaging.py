@@ -18,6 +18,7 @@ import pytest
 from swarm.averaging import Averager, Contributions, NotAveraged
 from swarm.averaging_wire import Gathered, Setup, file_of
 
+PROGRAM = "node.averager_process"
 SIZE = 1 << 20
 SECONDS = 60.0
 
@@ -30,7 +31,9 @@ def setup(directory: Path, peers: tuple[str, ...] = ()) -> Setup:
 
 @asynccontextmanager
 async def running(place: Path, peers: tuple[str, ...] = ()) -> AsyncIterator[Averager]:
-    averager = Averager(setup(place, peers), place / "averaging.log", say=lambda level, message: None, pause=0.5)
+    averager = Averager(
+        setup(place, peers), place / "averaging.log", PROGRAM, say=lambda level, message: None, pause=0.5
+    )
     service = asyncio.create_task(averager.run())
     try:
         yield averager
@@ -137,7 +140,7 @@ async def test_what_cannot_start_says_so(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     said: list[str] = []
     averager = Averager(
-        setup(tmp_path / "file"), tmp_path / "log", say=lambda level, message: said.append(message), pause=60.0
+        setup(tmp_path / "file"), tmp_path / "log", PROGRAM, say=lambda level, message: said.append(message), pause=60.0
     )
     service = asyncio.create_task(averager.run())
     await until(lambda: said)
@@ -159,7 +162,7 @@ async def test_what_cannot_start_says_so(tmp_path: Path) -> None:
 async def test_an_averager_that_was_taken_over_is_not_believed(
     tmp_path: Path, gathered: Gathered, problem: str
 ) -> None:
-    averager = Averager(setup(tmp_path), tmp_path / "log", say=lambda level, message: None)
+    averager = Averager(setup(tmp_path), tmp_path / "log", PROGRAM, say=lambda level, message: None)
     averager._directory.mkdir()
     own = averager._directory / "own.bin"
     own.write_bytes(bytes(SIZE))
