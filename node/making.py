@@ -12,11 +12,11 @@ from node.engines.agreement import check_agreement
 from node.engines.choose import make_engines
 from node.engines.transformers import TransformersEngine
 from node.engines.vllm import VllmEngine
-from node.hardware import Setup, prepare
 from node.home import models_dir
 from node.memory import share_gpu
 from node.models import ModelBundle, ModelError, device_of, load_model
 from node.parts import Parts, model_mark
+from node.preflight import Setup, prepare
 from node.rescore import Rescorer
 from node.rollouts import prompts
 from node.scheduling.own import schedule

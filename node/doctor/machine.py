@@ -174,7 +174,8 @@ def local_model(config: Config) -> Path | None:
 
 def shape_of_checkpoint(config: Config, directory: Path) -> int:
     """Bytes that the trainer writes: what it trains in 32 bits, and the optimizer's moments. Raises ModelError."""
-    from node.hardware import MOMENT_BYTES, model_shape
+    from node.memory_plan import MOMENT_BYTES
+    from node.model_shape import model_shape
 
     shape = model_shape(directory)
     trained = shape.adapters(config.train) if config.train.lora_rank else shape.parameters
@@ -203,8 +204,8 @@ def model(subject: Subject) -> list[Finding]:
 
 def memory(subject: Subject) -> list[Finding]:
     """Whether model, optimizer, gradients and keys and values fit, with the sum that a start would refuse by."""
-    from node.hardware import prepare
     from node.models import ModelError
+    from node.preflight import prepare
 
     try:
         if local_model(subject.config) is None:

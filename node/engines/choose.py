@@ -17,8 +17,10 @@ from node.engines.vllm_probe import EngineSetupError
 from node.engines.vllm_server import ServerPlan, VllmServer
 from node.engines.vllm_transfer import FileTransfer, NcclTransfer
 from node.engines.vllm_weights import WeightFiles
-from node.hardware import Machine, Setup, gpu_share, sleeps
+from node.hardware import Machine, sleeps
+from node.memory_plan import gpu_share
 from node.models import ModelBundle
+from node.preflight import Setup
 from node.routing import longest_field
 from node.training.files import save_model
 

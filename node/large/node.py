@@ -18,7 +18,7 @@ from node.engines.vllm import VllmEngine
 from node.engines.vllm_client import LINE_BYTES, VllmClient
 from node.engines.vllm_transfer import FileTransfer
 from node.engines.vllm_weights import WeightFiles
-from node.hardware import LARGEST_SHARE, SPARE, EngineChoice, Gpu, Machine, model_shape
+from node.hardware import EngineChoice, Gpu, Machine
 from node.home import Home, models_dir
 from node.large.cluster_file import Cluster, check_settings
 from node.large.engine_actors import RayServer, without_devices
@@ -28,6 +28,8 @@ from node.large.reward_actors import RewardCrew
 from node.large.room import Bundle, Host
 from node.large.sizes import needs_of
 from node.large.trainer_actors import RayLauncher
+from node.memory_plan import LARGEST_SHARE, SPARE
+from node.model_shape import model_shape
 from node.models import ModelBundle, compute_dtype, model_directory
 from node.routing import longest_field
 from node.training.megatron_checks import check_megatron

@@ -1,23 +1,15 @@
-"""What the parts of a large node take of a device, in bytes and in words: the sums of node/hardware.py for one part."""
+"""What parts of a large node take of a device, in bytes and in words: the sums of node/memory_plan.py for one part."""
 
 from collections.abc import Sequence
 
 import torch
 
 from node.config import Config
-from node.hardware import (
-    GB,
-    KV_TOKENS,
-    LARGEST_SHARE,
-    SMALLEST_CACHE,
-    EngineChoice,
-    Gpu,
-    Machine,
-    ModelShape,
-    plan_memory,
-)
+from node.hardware import EngineChoice, Gpu, Machine
 from node.large.cluster_file import Cluster
 from node.large.planner import Need, Needs
+from node.memory_plan import GB, KV_TOKENS, LARGEST_SHARE, SMALLEST_CACHE, plan_memory
+from node.model_shape import ModelShape
 
 
 def needs_of(config: Config, shape: ModelShape, dtype: torch.dtype, cluster: Cluster) -> Needs:

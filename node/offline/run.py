@@ -23,15 +23,17 @@ from node.config import Config
 from node.device import Device, use_threads
 from node.engines.transformers import TransformersEngine
 from node.evaluate import held_out
-from node.hardware import check_fit, model_shape, prepare
 from node.history import History
 from node.home import Home, NoSwarm, models_dir
 from node.loop import Loop
+from node.memory_plan import check_fit
+from node.model_shape import model_shape
 from node.models import ModelBundle, load_model, model_directory
 from node.offline.examples import Labelled, OfflineError, Pair, labelled, preference_pairs, to_imitate
 from node.offline.sources import Source, from_environments, from_experience
 from node.offline.trainers import Course, Method, Outcome, plain_copy, require_trl, train
 from node.parts import Parts
+from node.preflight import prepare
 from node.progress import Progress
 from node.rescore import Rescorer
 from node.scorer import make_scorer

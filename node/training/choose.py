@@ -7,11 +7,12 @@ import psutil
 
 from node.config import Config
 from node.federation.followed import FollowedPolicy
-from node.hardware import Setup, weights_pass_through
 from node.home import Home, models_dir
 from node.interfaces import Trainer
 from node.large.node import LargeNode
+from node.memory_plan import weights_pass_through
 from node.models import ModelBundle, compute_dtype, device_of
+from node.preflight import Setup
 from node.training.local import LocalTrainer
 from node.training.sharded import ShardedTrainer
 from node.training.workers import Kind, WorkerPlan, Workers

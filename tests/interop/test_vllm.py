@@ -21,11 +21,11 @@ from node.engines.choose import make_engine
 from node.engines.partial import EngineFailed
 from node.engines.vllm import VllmEngine
 from node.engines.vllm_probe import MissingFlag, Unreachable, WrongModel
-from node.hardware import prepare
 from node.history import History
 from node.home import Home
 from node.interfaces import PromptRequest, Sample, SampledGroup
 from node.models import ModelBundle, load_model
+from node.preflight import prepare
 from node.scheduler import Scheduler
 from node.training.local import LocalTrainer
 from protocol.manifest import EnvironmentSpec, make_manifest

@@ -17,9 +17,9 @@ from node.engines.agreement import check_agreement
 from node.engines.choose import make_engine
 from node.engines.vllm import VllmEngine
 from node.engines.vllm_probe import MissingFlag
-from node.hardware import prepare
 from node.interfaces import Batch, PromptRequest, SampledGroup, TrainGroup, TrainSequence
 from node.models import load_model
+from node.preflight import prepare
 from node.training import lora
 from node.training.local import LocalTrainer
 

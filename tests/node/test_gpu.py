@@ -15,10 +15,10 @@ from node.device import Device
 from node.engines.agreement import check_agreement
 from node.engines.choose import make_engine
 from node.engines.vllm import VllmEngine
-from node.hardware import prepare
 from node.home import models_dir
 from node.interfaces import Batch, TrainGroup, TrainSequence
 from node.models import ModelBundle, load_model
+from node.preflight import prepare
 from node.training.local import LocalTrainer
 from node.training.sharded import ShardedTrainer
 from node.training.workers import Kind, WorkerPlan, Workers

@@ -14,24 +14,11 @@ from node.engines.choose import make_engine, server_plan
 from node.engines.transformers import TransformersEngine
 from node.engines.vllm import VllmEngine
 from node.engines.vllm_probe import EngineSetupError
-from node.hardware import (
-    GB,
-    Gpu,
-    Machine,
-    ModelShape,
-    ModelTooBig,
-    Setup,
-    check_fit,
-    check_shards,
-    choose_engine,
-    gpu_share,
-    memory_limit,
-    model_shape,
-    plan_memory,
-    prepare,
-    sleeps,
-)
+from node.hardware import Gpu, Machine, choose_engine, memory_limit, sleeps
+from node.memory_plan import GB, ModelTooBig, check_fit, gpu_share, plan_memory
+from node.model_shape import ModelShape, model_shape
 from node.models import ModelError, load_model
+from node.preflight import Setup, check_shards, prepare
 from node.training.choose import place_of_model
 
 CPU = Machine(8 * GB, (), "")
@@ -102,6 +89,16 @@ def test_the_sum_of_a_shared_gpu() -> None:
     taught = plan_memory(config(), SEVEN_B, GPU, choice, torch.bfloat16, HALF_B)
     assert taught.total == turns.total + HALF_B.parameters * 2
     assert "teacher 0.9 + " in str(taught)
+
+
+def test_averaging_is_in_main_memory() -> None:
+    given = config(averaging={"method": "diloco"})
+    plan = plan_memory(given, SEVEN_B, CPU, choose_engine(given, CPU), torch.float32)
+    # anchor and momentum besides weights and optimizer; a round takes more than an update's gradients
+    assert plan.total == 7_000_000_000 * (4 + 8 + 8 + 8) + (400 << 20)
+    assert "outer optimizer 52.2 + averager 0.4 + the larger of (a round of averaging 52.2)" in str(plan)
+    on_gpu = plan_memory(given, SEVEN_B, GPU, choose_engine(given, GPU), torch.bfloat16)
+    assert on_gpu.total == plan_memory(config(), SEVEN_B, GPU, choose_engine(config(), GPU), torch.bfloat16).total
 
 
 EIGHT_B = ModelShape("eight", 8_000_000_000, 131072, 32, 4096, {"q_proj": 32 * 8192, "down_proj": 32 * 18432})

@@ -12,8 +12,9 @@ import torch
 from node.config import Config
 from node.doctor import machine
 from node.doctor.finding import Subject
-from node.hardware import GB, Gpu, Machine
+from node.hardware import Gpu, Machine
 from node.home import Home
+from node.memory_plan import GB
 
 CUDA_13 = ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "compute_120"]
 

@@ -15,9 +15,11 @@ from node.engines.choose import make_engine, server_plan
 from node.engines.vllm import VllmEngine
 from node.engines.vllm_adapters import AdapterTransfer
 from node.engines.vllm_probe import EngineSetupError, lora_slot
-from node.hardware import EngineChoice, Gpu, Machine, MemoryPlan, Setup
+from node.hardware import EngineChoice, Gpu, Machine
 from node.interfaces import PromptRequest, Sample, SampledGroup
+from node.memory_plan import MemoryPlan
 from node.models import ModelBundle, load_model
+from node.preflight import Setup
 from node.training.local import LocalTrainer
 
 Make = Callable[..., Any]
