@@ -234,7 +234,8 @@ def test_adapters_hold_less_than_all_weights(tiny_model: Callable[..., Path], tm
         for case in ("all weights", "adapters of rank 16, recomputing")
     )
     assert whole["optimizer_mb"] > adapted["optimizer_mb"] > 0
-    assert whole["weights_mb"] < adapted["weights_mb"]
+    held = [sum(case[f"{kind}_mb"] for kind in ("weights", "gradients", "optimizer")) for case in (whole, adapted)]
+    assert held[0] > held[1] > 0  # in bfloat16 the float32 copies of trained numbers are among the weights
 
 
 async def test_what_a_member_costs_a_coordinator() -> None:
