@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from node.models import ModelBundle, encode_completion
 from node.scorer import Scorer, ScorerError
 from protocol.rollout import Completion, RolloutGroup
-from protocol.rules import Reason, Rejected
+from protocol.rules import MAX_TEXT_BYTES_PER_TOKEN, Reason, Rejected
 from swarm.exchange import ScoringUnavailable
 from swarm.records import Scored
 
@@ -30,6 +30,14 @@ class Rescorer:
         (task,) = await self._scorer.tasks([group.task], foreign=True)
         limit = task.max_tokens * BUDGET_SLACK
         for i, completion in enumerate(group.completions):
+            size = len(completion.text.encode())
+            if (
+                size > task.max_tokens * MAX_TEXT_BYTES_PER_TOKEN
+            ):  # before a tokenizer sees it: megabytes take it seconds
+                raise Rejected(
+                    Reason.over_budget,
+                    f"completion {i}: {size} bytes of text; the task allows {task.max_tokens} tokens",
+                )
             length = self._length(completion, limit)
             if completion.token_count > task.max_tokens or length > limit:
                 raise Rejected(

@@ -52,7 +52,11 @@ async def test_rewards_are_those_of_the_own_scorer(bundle: ModelBundle) -> None:
 
 @pytest.mark.parametrize(
     ("texts", "tokens", "why"),
-    [(("ab", "x" * MAX_TOKENS * BUDGET_SLACK), 2, "completion 1: 2 tokens claimed, 17 here"), (("a",), 9, "9 tokens")],
+    [
+        (("ab", "x" * MAX_TOKENS * BUDGET_SLACK), 2, "completion 1: 2 tokens claimed, 17 here"),
+        (("a",), 9, "9 tokens"),
+        (("ab", "\u00e9" * 513), 2, "completion 1: 1026 bytes of text; the task allows 8 tokens"),
+    ],
 )
 async def test_what_is_too_long_is_over_budget(
     bundle: ModelBundle, texts: tuple[str, ...], tokens: int, why: str
@@ -68,3 +72,11 @@ async def test_a_scorer_that_is_gone_blames_nobody(bundle: ModelBundle) -> None:
     scorer.broken = True
     with pytest.raises(ScoringUnavailable, match="it is gone"):
         await Rescorer(bundle, scorer)(group("ab"))
+
+
+async def test_no_tokenizer_sees_what_cannot_be_within_the_budget(bundle: ModelBundle, monkeypatch: Any) -> None:
+    """8 MB of one letter are some KB on the wire, and took a tokenizer ten seconds of the event loop."""
+    scorer: Any = Scores()
+    monkeypatch.setattr("node.rescore.encode_completion", lambda *arguments: pytest.fail("it was tokenized"))
+    with pytest.raises(Rejected, match="bytes of text"):
+        await Rescorer(bundle, scorer)(group("a" * (8 << 20)))
