@@ -17,6 +17,7 @@ import pytest
 import umsgpack
 
 from protocol.assignment import held_out_task, is_assigned, own_task, round_task, shared_task
+from protocol.averagers import AveragerPlace, AveragerRequest
 from protocol.board import Board, MemberList, list_bytes, read_list
 from protocol.envelope import Domain, digest_of, seal, unseal
 from protocol.identity import Identity, public_key_of, verify
@@ -43,6 +44,7 @@ from protocol.messages import (
 )
 from protocol.rollout import RolloutGroup, TaskRef
 from protocol.rounds import Round, commitment_of, open_round, seed_for
+from protocol.teaching import AskedGroup, TeachRequest, answer_of
 
 VECTORS: dict[str, Any] = json.loads((Path(__file__).parent / "vectors.json").read_text(encoding="utf-8"))
 WHO = VECTORS["identity"]
@@ -187,6 +189,13 @@ def test_requests() -> None:
             ReportRequest(swarm, 7, ("4", None), (Trained(ME.peer_id, 3),)),
         ),
         "report_answer": ([False, "late"], ReportResponse(False, "late")),
+        "averager": ([swarm, digest], AveragerRequest(swarm, digest)),
+        "averager_answer": ([4001, ME.peer_id], AveragerPlace(4001, ME.peer_id)),
+        "teach": (
+            [swarm, digest, [[[1, 2], [[3], [70000]]]]],
+            TeachRequest(swarm, digest, (AskedGroup((1, 2), ((3,), (70000,))),)),
+        ),
+        "teach_answer": (["tiny", 7, bytes.fromhex("00b800bc"), ""], answer_of("tiny", 7, (-0.5, -1.0))),
     }
     for name, (fields, message) in expected.items():
         assert umsgpack.packb(fields).hex() == msgspec.msgpack.encode(message).hex() == VECTORS["requests"][name]

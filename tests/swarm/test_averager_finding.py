@@ -28,7 +28,7 @@ class Known(Averager):
 
     def __init__(self, place: Path, addresses: tuple[str, ...]) -> None:
         super().__init__(
-            Setup("rounds", "/ip4/127.0.0.1/tcp/0", (), str(place), 4, 2), place / "log", say=lambda *_: None
+            Setup("rounds", "/ip4/127.0.0.1/tcp/0", (), str(place), 4, 2), place / "log", "none", say=lambda *_: None
         )
         self.addresses = addresses
         self.met: list[tuple[str, ...]] = []
