@@ -31,15 +31,16 @@ from node.scorer_wire import (
     Reply,
     Setup,
     Wanted,
+    can_travel,
     end_of_frame,
     frame,
+    score_of,
 )
 from protocol.manifest import EnvironmentSpec
 from protocol.rollout import TaskRef
 
 log = logging.getLogger(__name__)
 
-MAX_ANSWER_BYTES: Final = 64 * 1024
 CHUNK_JOBS: Final = 64
 CHUNK_BYTES: Final = 512 * 1024
 READ_BYTES: Final = 64 * 1024
@@ -156,13 +157,13 @@ class Scorer:
 
     async def score(self, items: Sequence[tuple[TaskRef, str]], *, foreign: bool = False) -> list[Score]:
         """Score answers, in order. `foreign` ones wait while own work is there. Raises ScorerError."""
-        scores: list[Score | None] = [None if _can_travel(text) else Score(0.0, parsed=False) for _, text in items]
+        scores: list[Score | None] = [None if can_travel(text) else Score(0.0, parsed=False) for _, text in items]
         places = [place for place, score in enumerate(scores) if score is None]
         done = await self.work([Job(*items[place]) for place in places], foreign)
         for place, result in zip(places, done, strict=True):
-            scores[place] = result.score or Score(0.0, parsed=False, failure=f"scorer_failed: {result.failure}")
+            scores[place] = score_of(result)
         self.answers += len(items)
-        self.failures += sum(result.score is None for result in done)
+        self.failures += sum(score is not None and score.failure is not None for score in scores)
         return [score for score in scores if score is not None]
 
     @property
@@ -309,7 +310,7 @@ class Scorer:
             reply = self._decoder.decode(unread[LENGTH.size : end])
         except TimeoutError as error:
             raise _Gone(f"no answer within {seconds:g} s") from error
-        except (msgspec.DecodeError, Overlong) as error:
+        except (msgspec.DecodeError, RecursionError, Overlong) as error:
             raise _Gone(f"it talks nonsense ({error})") from error
         del unread[:end]
         return reply
@@ -381,16 +382,6 @@ def make_scorer(
         clock=time.monotonic,
         crew=crew,
     )
-
-
-def _can_travel(answer: str) -> bool:
-    """Neither oversize nor unencodable (lone surrogates); such an answer is wrong without looking at it."""
-    if len(answer) > MAX_ANSWER_BYTES:
-        return False
-    try:
-        return len(answer.encode()) <= MAX_ANSWER_BYTES
-    except UnicodeEncodeError:
-        return False
 
 
 def next_chunk(jobs: Sequence[Job], first: int) -> Sequence[Job]:

@@ -13,6 +13,7 @@ from protocol.rollout import TaskRef
 
 LENGTH = struct.Struct(">I")
 MAX_REPLY_BYTES = 4 * 1024 * 1024
+MAX_ANSWER_BYTES = 64 * 1024
 
 
 class Wanted(msgspec.Struct, frozen=True, array_like=True):
@@ -55,7 +56,7 @@ class Refused(msgspec.Struct, frozen=True, array_like=True, tag=True):
     why: str
 
 
-class Done(msgspec.Struct, frozen=True, array_like=True, tag=True):
+class Done(msgspec.Struct, frozen=True, array_like=True, tag=True, forbid_unknown_fields=True):
     index: int
     """Position of the job in its chunk."""
     score: Score | None = None
@@ -93,3 +94,22 @@ def frame(message: msgspec.Struct) -> bytes:
     """The bytes of one message on the pipe."""
     body = msgspec.msgpack.encode(message)
     return LENGTH.pack(len(body)) + body
+
+
+def score_of(result: Done) -> Score:
+    """The score that came, where it is one: an answer that is evaluated may have written it."""
+    if result.score is None:
+        return Score(0.0, parsed=False, failure=f"scorer_failed: {result.failure}")
+    if not 0 <= result.score.reward <= 1:  # NaN too
+        return Score(0.0, parsed=False, failure=f"scorer_failed: a reward of {result.score.reward:g}, not in [0, 1]")
+    return result.score
+
+
+def can_travel(answer: str) -> bool:
+    """Neither oversize nor unencodable (lone surrogates); such an answer is wrong without looking at it."""
+    if len(answer) > MAX_ANSWER_BYTES:
+        return False
+    try:
+        return len(answer.encode()) <= MAX_ANSWER_BYTES
+    except UnicodeEncodeError:
+        return False

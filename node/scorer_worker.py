@@ -176,7 +176,7 @@ class _Child:
             reply = self._receive(self._deadline + PATIENCE_SECONDS)
             try:
                 done = msgspec.msgpack.decode(reply, type=Done)
-            except msgspec.DecodeError:
+            except (msgspec.DecodeError, RecursionError):  # what an answer made of the child may write anything
                 done = None
             if done is None or done.index != index:
                 if whole:

@@ -12,8 +12,8 @@ import pytest
 from node.bench.scorer import processor_seconds
 from node.environments.known import reasoning_gym_version
 from node.interfaces import Score
-from node.scorer import MAX_ANSWER_BYTES, Scorer, ScorerError
-from node.scorer_wire import Done, frame
+from node.scorer import Scorer, ScorerError
+from node.scorer_wire import LENGTH, MAX_ANSWER_BYTES, Done, frame
 from protocol.manifest import EnvironmentSpec, embedded_manifest
 from protocol.rollout import TaskRef
 from tests.node.evaluating import DEADLINE, EVALUATING, REF, install
@@ -159,6 +159,30 @@ async def test_no_answer_changes_how_other_chunks_are_scored(evaluating: Scorer)
             assert "missed its deadline" in (slow.failure or "")
     (task,) = await evaluating.tasks([REF])
     assert task.messages[0].content == "1/1"
+
+
+@pytest.mark.parametrize(
+    ("reply", "why"),
+    [
+        (frame(Done(0, score=Score(1e300, True))), r"a reward of 1e\+300, not in \[0, 1\]"),
+        (frame(Done(0, score=Score(float("nan"), True))), "a reward of nan"),
+        (LENGTH.pack(5001) + b"\x96\xa4Done" + b"\x91" * 4996, "nonsense"),
+    ],
+    ids=["large", "nan", "nested"],
+)
+async def test_a_reply_that_an_answer_wrote_ends_no_scorer(evaluating: Scorer, reply: bytes, why: str) -> None:
+    confined(evaluating)
+    await evaluating.score([(REF, "42")])
+    assert evaluating._process is not None
+    pid = evaluating._process.pid
+    (forged,) = await evaluating.score(
+        [(REF, f"[attempt(__import__('os').write, fd, {reply!r}) for fd in range(3, 99)]")]
+    )
+    assert forged.reward == 0
+    assert re.search(why, forged.failure or "")
+    (right,) = await evaluating.score([(REF, "42")])
+    assert right.reward == 1
+    assert evaluating._process.pid == pid
 
 
 async def test_a_child_that_has_scored_is_gone(evaluating: Scorer) -> None:
