@@ -94,8 +94,8 @@ def up(session: Session, invite: str | None, name: str | None) -> None:
     home.init()
     session.start_logging(home.log_path)
     home = session.unlocked()
-    link = invite or settings.config.swarm.join
-    if link:
+    link = settings.config.swarm.join if invite is None else invite
+    if link or invite is not None:
         with home.lock():
             home.join(Invite.parse(link))
     elif name and not home.invite_path.exists():

@@ -85,7 +85,8 @@ def up(
     home = session.home()
     settings = load(home, session.overrides)
     link = settings.config.swarm.join
-    invitation = Invite.parse(link) if link else None  # before anything is made for it
+    # before anything is made for it; an empty --join is a variable that was not set, and no wish to train alone
+    invitation = Invite.parse(link) if link or invite is not None else None
     fresh = False
     try:
         home.require()

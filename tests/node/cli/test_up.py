@@ -74,6 +74,15 @@ def test_up_joins(run: Run, home: Home, calls: Any, monkeypatch: pytest.MonkeyPa
     assert len(calls) == 2
 
 
+def test_an_invite_that_is_empty_is_not_no_invite(run: Run, home: Home, calls: Any) -> None:
+    """What `--join "$UNSET"` says."""
+    for command in (("up",), ("coordinator", "up")):
+        refused = run("--home", home.path, *command, "--join", "")
+        assert (refused.exit_code, "invite" in refused.stderr) == (2, True), refused.output
+    assert not home.invite_path.exists()
+    assert calls == []
+
+
 def test_up_takes_a_cluster_file(run: Run, home: Home, tmp_path: Path, calls: Any) -> None:
     file = tmp_path / "cluster.toml"
     file.write_text("[trainer]\nworkers = 4\n[engines]\nnumber = 2\n")
@@ -127,6 +136,8 @@ def test_local_passes_its_flags_on(run: Run, tmp_path: Path, calls: Any) -> None
 def test_local_refuses_what_its_nodes_would_not_see(
     run: Run, home: Home, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    joined = run("--home", tmp_path / "new", "local", "--nodes", "1", "--set", "swarm.join=shoal:x")
+    assert (joined.exit_code, "swarm of their own" in joined.stderr) == (2, True)
     shared = run("--home", tmp_path / "new", "local", "--set", "web.port=9")
     assert (shared.exit_code, "flag sets web.port, which 2 nodes" in shared.stderr) == (2, True)
     monkeypatch.setenv("SHOAL_NODE_NAME", "anna")
