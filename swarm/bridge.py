@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import trio
 
+from protocol.rules import Rejected
 from swarm.transport import Busy, RequestFailed, TransportError
 
 START_SECONDS = 30.0
@@ -175,8 +176,8 @@ class TrioThread:
             if isinstance(error, Busy):
                 answers.append(error)
             elif task.cancelled() or error is not None:
-                if error is not None:
-                    log.warning("%s failed: %r", what, error)
+                if error is not None:  # what is refused is on the sender's account, and would fill the log
+                    log.log(logging.DEBUG if isinstance(error, Rejected) else logging.WARNING, "%s: %r", what, error)
                 answers.append(RequestFailed(f"{what} failed"))
             else:
                 answers.append(task.result())

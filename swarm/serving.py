@@ -68,7 +68,7 @@ class Serving:
         transport.serve(GROUPS_PROTOCOL, self.group, max_request=MAX_REQUEST_BYTES)
         transport.serve(BATCH_PROTOCOL, self.batch, max_request=MAX_REQUEST_BYTES)
         transport.serve(LIVE_PROTOCOL, self.live, max_request=MAX_REQUEST_BYTES)
-        _serve_manifest(transport, self._manifest, self._allowance)
+        _serve_manifest(transport, self._manifest, self._allowance, self._accounts.offence)
 
     async def group(self, peer: str, data: bytes) -> bytes:
         request = self._admitted(peer, data, GroupRequest)
@@ -125,15 +125,22 @@ class Serving:
 
 def serve_manifest(transport: Transport, manifest: Manifest, clock: Callable[[], float]) -> None:
     """Hand the manifest to joiners; a node does this as soon as it knows it, long before its model is loaded."""
-    _serve_manifest(transport, manifest, Allowance(ANSWER_RATE, ANSWER_BURST, clock))
+    _serve_manifest(transport, manifest, Allowance(ANSWER_RATE, ANSWER_BURST, clock), lambda rejected, peer: None)
 
 
-def _serve_manifest(transport: Transport, manifest: Manifest, allowance: Allowance) -> None:
+def _serve_manifest(
+    transport: Transport, manifest: Manifest, allowance: Allowance, on_offence: Callable[[Rejected, str], object]
+) -> None:
     raw = manifest.to_bytes()
 
     async def answer(peer: str, data: bytes) -> bytes:
         _charge(allowance, peer)
-        request = msgspec.msgpack.decode(data, type=ManifestRequest)
+        try:
+            request = msgspec.msgpack.decode(data, type=ManifestRequest)
+        except (msgspec.DecodeError, RecursionError) as error:
+            rejected = Rejected(Reason.malformed, f"request for a manifest: {error}")
+            on_offence(rejected, peer)
+            raise rejected from error
         found = raw if request.digest == manifest.digest else b""
         allowance.spend(peer, len(found))
         return found

@@ -83,7 +83,7 @@ async def test_broken_requests_are_counted_and_their_sender_is_banned(world: Wor
     for protocol, request in (
         (LIVE_PROTOCOL, other_swarm),
         (GROUPS_PROTOCOL, b"garbage"),
-        (BATCH_PROTOCOL, b""),
+        (MANIFEST_PROTOCOL, b"garbage"),
         (LIVE_PROTOCOL, b"\x91" * 5000),
         (GROUPS_PROTOCOL, msgspec.msgpack.encode([b"x" * 32, -1])),
     ):
