@@ -281,7 +281,8 @@ class Loop:
                 await p.device.run(give_back)  # of the rollouts: the update is where a step needs the most memory
                 stats: UpdateStats = await p.device.run(p.trainer.update, record.batch, self.stop.is_set)
                 await p.device.run(give_back)
-        except Interrupted:
+        except (Interrupted, asyncio.CancelledError):
+            self.saved = max(self.saved or 0, record.step)  # it is in the journal: the next start repeats it
             raise asyncio.CancelledError from None
         self.saved = max(self.saved or 0, p.trainer.step)
         async with p.progress.during("weights"):
@@ -350,6 +351,8 @@ class Loop:
         elif p.rounds is not None and p.rounds.entering.said:
             said = f"alone: the coordinator does not let this node in: {p.rounds.entering.said}"
             p.progress.say("TRAINING", said, "shoal join with another invite")
+        elif tried := p.unreached():
+            p.progress.say("TRAINING", f"alone: no peer reachable ({tried})", "shoal doctor")
         else:
             p.progress.say("TRAINING", "alone: no peer connected", "invite somebody: shoal swarm invite")
 

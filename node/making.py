@@ -149,6 +149,7 @@ async def make_parts(
         teacher=await load_teacher(config, bundle, node.device),
         rounds=node.rounds,
         averaging=averaging,
+        unreached=node.discovery.unreached,
     )
 
 

@@ -43,6 +43,8 @@ class Parts:
     rounds: Rounds | None = None
     """Where the swarm has coordinators."""
     averaging: Averaging | None = None
+    unreached: Callable[[], str] = str
+    """Why nobody is connected, where peers are known and none answers; empty else."""
 
     def refuses(self, peer: str) -> bool:
         """Whether the coordinator's member list has nothing given to this peer. May be called from any thread."""

@@ -77,7 +77,7 @@ class Discovery:
         self._connected: frozenset[str] = frozenset()
         self._next_lookup = self._lookup_gap = 0.0
         self.last_error: str | None = None
-        """Why the last dial of a bootstrap peer failed, for the dashboard; None once one answered."""
+        """Why the last dial of a bootstrap peer failed; None once one answered."""
         for address in bootstrap:
             peer = address.rpartition("/p2p/")[2]
             if peer != transport.peer_id:
@@ -87,6 +87,13 @@ class Discovery:
     def known(self) -> int:
         """Peers known by now, connected or not."""
         return len(self._known)
+
+    def unreached(self) -> str:
+        """How many were dialled in vain, and why, while nobody is connected; empty where that is not so."""
+        tried = sum(known.failures > 0 for known in self._known.values())
+        if self._connected or not tried:
+            return ""
+        return f"{tried} tried: {self.last_error}" if self.last_error else f"{tried} tried"
 
     async def run(self) -> None:
         while True:

@@ -17,7 +17,7 @@ from node.config_train import TrainConfig
 from node.device import Device
 from node.held_out import RETRIES
 from node.history import History
-from node.interfaces import Batch, StepSkipped, UpdateStats
+from node.interfaces import Batch, Interrupted, StepSkipped, UpdateStats
 from node.journal import JournalRecord
 from node.limits import Hold
 from node.loop import Loop
@@ -81,6 +81,7 @@ def make_loop(tmp_path: Path) -> Iterator[Callable[..., Loop]]:
             history=history,
             progress=Progress(time.time, 60.0),
             clock=time.time,
+            unreached=str,
         )
         return Loop(parts)
 
@@ -142,6 +143,31 @@ async def test_many_skipped_steps_are_told_with_what_to_do_until_one_is_not(
     assert [one[0] for one in told[5:8]] == ["WAITING"] * 3
     assert told[7][1:] == ("7 steps in a row skipped: nothing to be had", "look elsewhere")
     assert told[8] == alone
+
+
+async def test_who_reaches_nobody_is_told_so(make_loop: Callable[..., Loop]) -> None:
+    loop = make_loop(FakeTrainer())
+    loop.parts.exchange = SimpleNamespace(transport=SimpleNamespace(peers=list))
+    loop.parts.unreached = lambda: "3 tried: connection refused"
+    loop._say_state()
+    told = loop.parts.progress
+    assert (told.state, told.reason) == ("TRAINING", "alone: no peer reachable (3 tried: connection refused)")
+    assert told.next == "shoal doctor"
+
+
+async def test_a_stop_amid_an_update_counts_what_is_in_the_journal(make_loop: Callable[..., Loop]) -> None:
+    class Interrupts(FakeTrainer):
+        def update(self, batch: Batch, should_stop: Callable[[], bool]) -> UpdateStats:
+            if self.step == 2:
+                raise Interrupted("a stop was asked for")
+            return super().update(batch, should_stop)
+
+    loop = make_loop(Interrupts())
+    for step in (1, 2):
+        await loop._apply(JournalRecord(step, Batch(step, ()), STATE, {"foreign_groups": 0}))
+    with pytest.raises(asyncio.CancelledError):
+        await loop._apply(JournalRecord(3, Batch(3, ()), STATE, {"foreign_groups": 0}))
+    assert (loop.parts.trainer.step, loop.saved) == (2, 3)
 
 
 async def test_a_stop_amid_replay_knows_what_is_saved(make_loop: Callable[..., Loop]) -> None:

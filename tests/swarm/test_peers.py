@@ -53,10 +53,12 @@ async def test_a_bootstrap_peer_that_comes_up_late_is_found(network, wait_until)
     async with running(service):
         await wait_until(lambda: service.last_error is not None)
         assert late.peer_id in service.last_error
+        assert service.unreached() == f"1 tried: {service.last_error}"
         assert early.peers() == ()
         await late.start()
         await wait_until(lambda: early.peers() == (late.peer_id,))
         await wait_until(lambda: service.last_error is None)
+        await wait_until(lambda: service.unreached() == "")
 
 
 async def test_a_lost_peer_is_dialled_again_though_it_dialled_us(network, wait_until):
