@@ -313,10 +313,7 @@ class Home:
             self.manifest_path.unlink(missing_ok=True)
         else:
             if present.manifest_digest != invite.manifest_digest:
-                raise HomeError(
-                    f"home {self.path} is in swarm {present.name!r} already ; "
-                    f"run `shoal leave` first (shoal --home {self.path} leave)"
-                )
+                raise HomeError(f"home {self.path} is in swarm {present.name!r} already ; run `shoal leave` first")
         write_atomic(self.invite_path, invite.to_uri().encode(), 0o600)
 
     def found(self, manifest: Manifest, psk: bytes | None = None) -> None:

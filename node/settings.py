@@ -257,7 +257,13 @@ def flatten(nested: Mapping[str, Any], where: str) -> dict[str, Any]:
             near = nearest(section)
             raise ConfigError(
                 f"{where}: {section} = {content!r} stands in no section ; "
-                + (f"did you mean {near}?" if near else f"sections are {', '.join(Config.model_fields)}")
+                + (
+                    f"[{near}] is one: its keys go below it"
+                    if near == section
+                    else f"did you mean {near}?"
+                    if near
+                    else f"sections are {', '.join(Config.model_fields)}"
+                )
             )
         flat.update({f"{section}.{name}": value for name, value in content.items()})
     return flat
@@ -272,10 +278,17 @@ def check_keys(keys: Mapping[str, Any] | list[str], where: str) -> None:
 
 
 def nearest(key: str) -> str | None:
-    """The known key most like this one; a right name in the wrong section counts most."""
-    name = key.rsplit(".", 1)[-1]
-    same = [known for known in FIELDS if known.split(".")[1] == name]
-    return next(iter(same or difflib.get_close_matches(key, FIELDS, 1, 0.5)), None)
+    """The known key, or section for one word, most like this one; a right name in the wrong section counts most."""
+    section, _, name = key.partition(".")
+    for known in FIELDS:
+        if known.split(".")[1] == (name or section):
+            return known
+    sections = difflib.get_close_matches(section, {known.split(".")[0] for known in FIELDS}, 1)
+    if sections and not name:
+        return sections[0]
+    there = [known for known in FIELDS if known.split(".")[0] in sections]
+    close = difflib.get_close_matches(key, there, 1, 0.8) or difflib.get_close_matches(key, FIELDS, 1, 0.5)
+    return next(iter(close), None)
 
 
 def explain(error: ValidationError, origins: Mapping[str, str], otherwise: str = "default") -> str:

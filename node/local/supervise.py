@@ -47,6 +47,11 @@ def _refuse_what_nodes_would_not_see(home: Home, settings: Settings, swarm: Swar
                 f"{home.config_path} sets {key}, but each node of `shoal local` reads the config.toml of its home ; "
                 f"move it to {home.path / 'node-1' / home.config_path.name} and so on, or pass --set {key}=..."
             )
+        if source != "default" and key == "swarm.join":
+            raise ConfigError(
+                f"{source} sets {key}, and the nodes of `shoal local` make a swarm of their own ; leave it out, or "
+                "join with `shoal up`"
+            )
         if source != "default" and key in OWN_OF_EACH and swarm.processes > 1:
             raise ConfigError(
                 f"{source} sets {key}, which {swarm.processes} nodes on one machine cannot share ; leave it out: "

@@ -5,7 +5,7 @@ from pydantic import ValidationError
 
 from node.config import Config, SwarmConfig
 from node.home import Home
-from node.settings import FIELDS, ConfigError, load, public_values, set_value, variable
+from node.settings import FIELDS, ConfigError, load, nearest, public_values, set_value, variable
 
 FILE, VARIABLE, FLAG = "config.toml", "SHOAL_ROLLOUT_GROUP_SIZE", "flag"
 
@@ -210,3 +210,18 @@ def test_public_values_hide_what_engines_are_asked_with(home: Home) -> None:
     assert values["engine.others"]["value"] == ["http://(hidden)@host"]
     assert values["engine.args"]["value"] == ["--api-key", "(hidden)", "--dtype=half", "--hf-token=(hidden)"]
     assert "pass" not in str(values["engine.args"])
+
+
+@pytest.mark.parametrize(
+    ("key", "near"),
+    [
+        ("trian", "train"),
+        ("trian.lerning_rate", "train.learning_rate"),
+        ("prot", "web.port"),
+        ("port", "web.port"),
+        ("swarm.learning_rate", "train.learning_rate"),
+        ("swarm.lerning_rate", "train.learning_rate"),
+    ],
+)
+def test_what_is_meant(key: str, near: str | None) -> None:
+    assert nearest(key) == near
