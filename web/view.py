@@ -40,8 +40,8 @@ class NodeView(Protocol):
         (which one samples, and why), `policy_version` (that is published, or followed; or None), `followed`
         (of a follower: `leader`, `newest` version known and when it was `issued`, when the leader `answered` last, and
         `problem`; or None), `groups` ({published,
-        fetched, admitted, rejected: {reason: n}, trained_foreign, trained_followers}, and the counters of
-        `web.probes.EXCHANGE_TROUBLE`)."""
+        fetched, admitted, rejected: {reason: n}} since the start, with the counters of `web.probes.EXCHANGE_TROUBLE`,
+        and of its whole life {trained_foreign, trained_followers})."""
 
     def steps(self, after: int, limit: int) -> Sequence[Mapping[str, Json]]:
         """Step records with step > `after`, oldest first."""

@@ -104,7 +104,7 @@ def overview(now: Mapping[str, Any]) -> dict[str, Any]:
         "last step": f"{now['own_groups']} own + {now['foreign_groups']} foreign groups" if trained else None,
         "peers": now["peers"],
         "groups": f"{groups.get('published', 0)} published, {groups.get('fetched', 0)} fetched, "
-        f"{groups.get('admitted', 0)} admitted, {groups.get('trained_foreign', 0)} trained on",
+        f"{groups.get('admitted', 0)} admitted since the start; {groups.get('trained_foreign', 0)} trained on in all",
         "rejected": rejected or "none",
         "memory": f"{now['rss_mb']:.0f} MB (peak {now['peak_rss_mb']:.0f} MB{'; ' if parts else ''}{parts})",
     }

@@ -1,4 +1,7 @@
-"""The report of `shoal local --json`: each node's history, and what its API said last."""
+"""The report of `shoal local --json`: each node's history, and what its API said last.
+
+Steps, rewards and `trained_foreign` are of all starts; the other counts of groups since the last one of their node.
+"""
 
 import statistics
 import time
