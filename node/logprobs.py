@@ -11,6 +11,9 @@ CHUNK_BYTES = 64 << 20
 KEEP_BYTES = 256 << 20
 """Probabilities kept for the way back; beyond that they are computed again, which costs one more product."""
 
+WIDENED_BYTES = 8 << 20
+"""Of the output embedding in float32, at a time."""
+
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
@@ -115,9 +118,26 @@ class _Chosen(torch.autograd.Function):
         return d_hidden, d_weight, None, None, None
 
 
+def logits_of(states: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """states [M, D] by the output embedding [V, D]: float32 [M, V].
+
+    They are not rounded to the compute type: bfloat16 has steps of 1/8 at a logit of 20, which was half of what rollout
+    and training disagreed by (MiniMax-M1, arXiv 2506.13585, computes its output layer in float32 for that reason).
+    """
+    if weight.dtype == torch.float32:
+        return torch.mm(states, weight.t())
+    if weight.is_cuda:
+        return torch.mm(states, weight.t(), out_dtype=torch.float32)
+    logits = states.new_empty(len(states), len(weight), dtype=torch.float32)
+    states, rows = states.float(), max(1, WIDENED_BYTES // (4 * weight.shape[1]))
+    for start in range(0, len(weight), rows):  # torch has no such product on a CPU
+        torch.mm(states, weight[start : start + rows].float().t(), out=logits[:, start : start + rows])
+    return logits
+
+
 def _log_softmax(states: torch.Tensor, weight: torch.Tensor, vocabulary: Vocabulary | None) -> torch.Tensor:
     """Of the tokens that `weight` has rows of."""
-    logits = torch.mm(states, weight.t()).float()
+    logits = logits_of(states, weight)
     total = torch.logsumexp(logits, -1, keepdim=True)
     return logits.sub_(total if vocabulary is None else vocabulary.logsumexp(total))
 

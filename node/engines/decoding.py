@@ -23,6 +23,7 @@ from node.engines.decode_state import Group, Row
 from node.engines.drafting import Drafter, SuffixTrie
 from node.engines.partial import continued
 from node.interfaces import PromptRequest, SampledGroup
+from node.logprobs import logits_of
 from node.models import ModelBundle
 from node.routing import fits, noted
 
@@ -276,7 +277,7 @@ def _step(bundle: ModelBundle, groups: list[Group]) -> torch.Tensor:
 
 def _sample(bundle: ModelBundle, groups: list[Group], states: torch.Tensor, drafter: Drafter | None) -> None:
     """Draw the next tokens of every open sample from the rows' states, and branch or close rows accordingly."""
-    logits = torch.mm(states, bundle.model.get_output_embeddings().weight.t()).float()
+    logits = logits_of(states, bundle.model.get_output_embeddings().weight)
     lse = torch.logsumexp(logits, -1, keepdim=True)
     places = [(group, row, ahead) for group in groups for row in group.rows for ahead in range(1 + len(row.draft))]
     temperatures = [group.request.temperature for group, _, _ in places]

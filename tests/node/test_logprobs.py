@@ -91,3 +91,16 @@ def test_two_processes_that_divide_the_vocabulary(tmp_path: Path, keep: int) -> 
     for process in both:
         said = process.communicate(timeout=240)[1]
         assert process.returncode == 0, said
+
+
+def test_logits_of_bfloat16_are_not_rounded_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logprobs, "WIDENED_BYTES", 4 * 8 * 7)  # 7 rows of 30 at once
+    generator = torch.Generator().manual_seed(3)
+    hidden, weight = (10 * torch.randn(n, 8, generator=generator) for n in (5, 30))
+    hidden, weight = hidden.bfloat16(), weight.bfloat16()
+    exact = hidden.double() @ weight.double().t()
+    assert exact.abs().max() > 256  # where bfloat16 has steps of 2
+    torch.testing.assert_close(logprobs.logits_of(hidden, weight).double(), exact, rtol=0, atol=1e-3)
+    rows, tokens = torch.arange(5), torch.tensor([0, 7, 29, 13, 14])
+    values, _ = chosen_logprobs(hidden, weight, rows, tokens)
+    torch.testing.assert_close(values.double(), exact.log_softmax(-1)[rows, tokens], rtol=0, atol=1e-3)
