@@ -7,13 +7,12 @@ where the swarm is listed. What it signed and was handed in is on disk first, so
 
 import asyncio
 import math
-from collections import Counter
 from collections.abc import Callable
 from typing import TypeVar
 
 import msgspec
 
-from protocol.board import MAX_MEMBERS, MemberList, list_bytes, pass_rates
+from protocol.board import MemberList, list_bytes, pass_rates
 from protocol.identity import Identity
 from protocol.manifest import Manifest
 from protocol.messages import (
@@ -45,6 +44,7 @@ from protocol.rounds import (
 from protocol.rules import check_announcement
 from swarm.access import Access
 from swarm.allowance import Allowance
+from swarm.attendance import Attendance
 from swarm.database import StoreError
 from swarm.evaluation import LATE_SECONDS, Evaluation, Score, ScoringUnavailable, most_bytes
 from swarm.gate import AnnouncementGate
@@ -54,8 +54,6 @@ from swarm.rounds import Following, leads
 from swarm.transport import Busy, Message, OversizeRequest, PeerConnected, Transport
 
 TICK_SECONDS = 0.5
-PRESENT_SECONDS = 150.0
-"""A member that was not heard of for so long is not present. Each asks for the log every 30 s (swarm.rounds)."""
 SETTLE_SECONDS = 5.0
 """After a start: whoever took over meanwhile is heard of before anything is signed."""
 MAX_SHARDS = 64
@@ -69,11 +67,9 @@ NETWORK_SECONDS = 3600.0
 """In which one network may bring so many new members as `from_network` says."""
 OFFENCES = 8
 """Of one peer in an hour, and at once, before it is banned."""
-MAX_COUNTED = 1 << 18
 MAX_WAITING = 256 << 20
 """Bytes of answers that wait to be scored; who comes later is asked to come again."""
 BUSY_SECONDS = 5.0
-"""Groups counted in one round."""
 
 _Request = TypeVar("_Request", EnterRequest, ReportRequest)
 
@@ -107,12 +103,7 @@ class Coordinator:
         self._evaluation = Evaluation(manifest, following, membership, reports, score, clock, on_event)
         self._measured, self._settle, self._on_event = measured, settle, on_event
         self._started = clock()
-        self._seen: dict[str, float] = {}
-        """When each peer was last heard of."""
-        self._announced: Counter[str] = Counter()
-        """Groups by producer that are not counted on disk yet."""
-        self._counted: set[bytes] = set()
-        """Groups that were counted in this round."""
+        self._attendance = Attendance(reports, clock)
         self._asks = Allowance(ASK_RATE, ASK_BURST, clock)
         self._told, self._offences = Allowance(1 / 60, 1, clock), Allowance(OFFENCES / 3600, OFFENCES, clock)
         self._newcomers = Allowance(from_network / NETWORK_SECONDS, from_network, clock) if from_network else None
@@ -123,7 +114,7 @@ class Coordinator:
         """The list as records name it."""
         self._revised = -math.inf
         following.on_members = self.access.take
-        following.on_asked = self._saw
+        following.on_asked = self._attendance.saw
         following.on_offence = self._note
         if following.members is not None:
             self.access.take(following.members)
@@ -136,18 +127,17 @@ class Coordinator:
 
     def present(self) -> set[str]:
         """Members that were heard of lately."""
-        now = self._clock()
         for peer in self._transport.peers():
-            self._saw(peer)
-        wanted = {one.peer for one in self.membership.members() if one.role == "member"}
-        return {peer for peer in wanted if now - self._seen.get(peer, -math.inf) <= PRESENT_SECONDS}
+            self._attendance.saw(peer)
+        return self._attendance.present(one.peer for one in self.membership.members() if one.role == "member")
 
     def heard(self) -> dict[str, float]:
         """When each other coordinator was last heard of: it answered, signed, or asked for the log."""
         heard = self.following.heard()
         for one in self.manifest.coordinators:
-            if one in self._seen:
-                heard[one] = max(heard.get(one, -math.inf), self._seen[one])
+            last = max(heard.get(one, -math.inf), self._attendance.last_seen(one))
+            if last > -math.inf:
+                heard[one] = last
         return heard
 
     # -- the service -----------------------------------------------------------------------------------------
@@ -180,7 +170,7 @@ class Coordinator:
             elif isinstance(event, Message):
                 self._heard_group(event.data)
             elif isinstance(event, PeerConnected):
-                self._saw(event.peer)
+                self._attendance.saw(event.peer)
                 self.following.met(event.peer)
             elif isinstance(event, OversizeRequest):
                 self._note(Rejected(Reason.too_large, f"a request on {event.protocol}"), event.peer)
@@ -192,16 +182,7 @@ class Coordinator:
             opened, announcement = check_announcement(sealed, self.manifest, self._clock(), banned=self.access.barred)
         except Rejected:
             return
-        self._saw(opened.producer)
-        if announcement.group not in self._counted and len(self._counted) < MAX_COUNTED:
-            self._counted.add(announcement.group)
-            self._announced[opened.producer] += 1
-
-    def _saw(self, peer: str) -> None:
-        self._seen.pop(peer, None)
-        self._seen[peer] = self._clock()
-        if len(self._seen) > 2 * MAX_MEMBERS:
-            del self._seen[next(iter(self._seen))]
+        self._attendance.announced(opened.producer, announcement.group)
 
     # -- pacing ----------------------------------------------------------------------------------------------
 
@@ -218,7 +199,8 @@ class Coordinator:
         now, head = self._clock(), self.following.head
         if now - self._started < self._settle:
             return
-        self._count_heard()
+        if head is not None:
+            self._attendance.write(head.record.number)
         if not self.leading:
             await self._stand_by(now)
             return
@@ -260,7 +242,7 @@ class Coordinator:
         if before is None or (before.number, before.state) != (record.number, record.state):
             self._on_event("round", f"round {record.number} is {record.state.name}")
         if record.state is State.open and (before is None or before.state is not State.open):
-            self._counted.clear()
+            self._attendance.begin_round()
             self.reports.forget_before(record.number - 1, heard=record.number - IDLE_ROUNDS)
 
     def _facts(self) -> Facts:
@@ -302,12 +284,6 @@ class Coordinator:
             # answers that are all too long are done without a wait, and must not keep the loop
             await asyncio.sleep(0.0 if busy else TICK_SECONDS)
 
-    def _count_heard(self) -> None:
-        record = self.following.round
-        if self._announced and record is not None:
-            self.reports.hear(record.number, self._announced)
-            self._announced.clear()
-
     # -- what members ask ------------------------------------------------------------------------------------
 
     async def _enter(self, peer: str, data: bytes) -> bytes:
@@ -321,7 +297,7 @@ class Coordinator:
             try:
                 role = self._let_in(peer, request.token)
                 answer = EnterResponse(role, "")
-                self._saw(peer)
+                self._attendance.saw(peer)
                 self.access.admit(peer, role)
             except NotAdmitted as refused:
                 answer = EnterResponse("", str(refused))
@@ -347,7 +323,7 @@ class Coordinator:
     def _idle(self) -> list[str]:
         """Members that supplied nothing for IDLE_ROUNDS: who never earned credit and is not there comes first."""
         number = self.following.round.number if self.following.round else 1
-        supplied = {*self.reports.heard(number - IDLE_ROUNDS, number), *self._announced}
+        supplied = set(self._attendance.supplied(number - IDLE_ROUNDS, number))
         supplied |= self.reports.reporters(number) | self.reports.reporters(number - 1)
         since = self._clock() - IDLE_ROUNDS * (self.pace.round_seconds + self.pace.answer_seconds)
         credited = {one.peer for one in self.following.board.standings if one.credit} if self.following.board else set()
@@ -364,7 +340,7 @@ class Coordinator:
         request = self._decoded(peer, data, ReportRequest)
         if request.swarm != self.manifest.digest:
             raise Rejected(Reason.wrong_swarm, f"asked about swarm {request.swarm.hex()[:12]}")
-        self._saw(peer)
+        self._attendance.saw(peer)
         refused = self._refusal(peer, request)
         if not refused and self.reports.waiting_bytes + len(data) > MAX_WAITING:
             raise Busy(BUSY_SECONDS)

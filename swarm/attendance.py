@@ -1,0 +1,62 @@
+"""Who takes part, as a coordinator hears it itself: when each peer was heard of, and the groups that it announced."""
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable
+
+from protocol.board import MAX_MEMBERS
+from swarm.reports import Reports
+
+PRESENT_SECONDS = 150.0
+"""A member that was not heard of for so long is not present. Each asks for the log every 30 s (swarm.rounds)."""
+MAX_COUNTED = 1 << 18
+"""Groups counted in one round."""
+
+
+class Attendance:
+    """Counts are kept in `reports`, where a kill loses none of them."""
+
+    def __init__(self, reports: Reports, clock: Callable[[], float]) -> None:
+        self._reports, self._clock = reports, clock
+        self._seen: dict[str, float] = {}
+        """When each peer was last heard of."""
+        self._announced: Counter[str] = Counter()
+        """Groups by producer that are not counted on disk yet."""
+        self._counted: set[bytes] = set()
+        """Groups that were counted in this round."""
+
+    def saw(self, peer: str) -> None:
+        self._seen.pop(peer, None)
+        self._seen[peer] = self._clock()
+        if len(self._seen) > 2 * MAX_MEMBERS:
+            del self._seen[next(iter(self._seen))]
+
+    def last_seen(self, peer: str) -> float:
+        """Unix seconds; -inf: never."""
+        return self._seen.get(peer, -math.inf)
+
+    def present(self, peers: Iterable[str]) -> set[str]:
+        """Those of them that were heard of lately."""
+        now = self._clock()
+        return {peer for peer in peers if now - self.last_seen(peer) <= PRESENT_SECONDS}
+
+    def announced(self, producer: str, group: bytes) -> None:
+        """Count a group, once in a round."""
+        self.saw(producer)
+        if group not in self._counted and len(self._counted) < MAX_COUNTED:
+            self._counted.add(group)
+            self._announced[producer] += 1
+
+    def supplied(self, first: int, last: int) -> dict[str, int]:
+        """Groups by producer in the rounds `first` to `last`, and those not written yet. Raises StoreError."""
+        return Counter(self._reports.heard(first, last)) + self._announced
+
+    def write(self, number: int) -> None:
+        """Have on disk what was counted in this round. Raises StoreError."""
+        if self._announced:
+            self._reports.hear(number, self._announced)
+            self._announced.clear()
+
+    def begin_round(self) -> None:
+        """The same group counts again from here on."""
+        self._counted.clear()
