@@ -85,7 +85,7 @@ class Pace:
     least_members: int
     """Present ones, for a round to open."""
     quorum: float
-    """Share of the present members that must be through for a round to close before its time."""
+    """Share of the members that are waited for that must be through for a round to close before its time."""
     groups: int
     """Groups that a member publishes to be through with a round; 0: rounds close at their time only."""
     tasks: int
@@ -100,6 +100,8 @@ class Facts:
     """Digest of the member list."""
     present: int
     """Members that were heard of lately."""
+    awaited: int
+    """Members that an early end of a round waits for: after a coordinator's start those that may yet come back, too."""
     through: int
     """Of them, those that are through with the open round."""
     board: bytes
@@ -160,7 +162,7 @@ def _opening(number: int, now: float, facts: Facts, pace: Pace, seed_of: Callabl
 
 
 def _quorum(facts: Facts, pace: Pace) -> bool:
-    return pace.groups > 0 and facts.present > 0 and facts.through >= pace.quorum * facts.present
+    return pace.groups > 0 and facts.awaited > 0 and facts.through >= pace.quorum * facts.awaited
 
 
 def take_over(

@@ -44,7 +44,7 @@ from protocol.rounds import (
 from protocol.rules import check_announcement
 from swarm.access import Access
 from swarm.allowance import Allowance
-from swarm.attendance import Attendance
+from swarm.attendance import PRESENT_SECONDS, Attendance
 from swarm.database import StoreError
 from swarm.evaluation import LATE_SECONDS, Evaluation, Score, ScoringUnavailable, most_bytes
 from swarm.gate import AnnouncementGate
@@ -103,6 +103,8 @@ class Coordinator:
         self._evaluation = Evaluation(manifest, following, membership, reports, score, clock, on_event)
         self._measured, self._settle, self._on_event = measured, settle, on_event
         self._started = clock()
+        self._led_since = self._started
+        """When it last did not lead, or its clock was set."""
         self._attendance = Attendance(reports, clock)
         self._asks = Allowance(ASK_RATE, ASK_BURST, clock)
         self._told, self._offences = Allowance(1 / 60, 1, clock), Allowance(OFFENCES / 3600, OFFENCES, clock)
@@ -129,7 +131,7 @@ class Coordinator:
         """Members that were heard of lately."""
         for peer in self._transport.peers():
             self._attendance.saw(peer)
-        return self._attendance.present(one.peer for one in self.membership.members() if one.role == "member")
+        return self._attendance.present(self._members_listed())
 
     def heard(self) -> dict[str, float]:
         """When each other coordinator was last heard of: it answered, signed, or asked for the log."""
@@ -202,6 +204,7 @@ class Coordinator:
         if head is not None:
             self._attendance.write(head.record.number)
         if not self.leading:
+            self._led_since = now
             await self._stand_by(now)
             return
         facts = self._facts()
@@ -248,14 +251,26 @@ class Coordinator:
     def _facts(self) -> Facts:
         record, present = self.following.round, self.present()
         number = record.number if record else 1
+        awaited = self._awaited(present)
         through = self.reports.heard(number, number) if self.pace.groups else {}
         return Facts(
             members=self._list_digest(),
             present=len(present),
-            through=sum(through.get(peer, 0) >= self.pace.groups for peer in present),
-            board=self._evaluation.board(record, present) if record and record.state is State.closing else b"",
+            awaited=len(awaited),
+            through=sum(through.get(peer, 0) >= self.pace.groups for peer in awaited),
+            board=self._evaluation.board(record, awaited) if record and record.state is State.closing else b"",
             mix=self._mix(),
         )
+
+    def _awaited(self, present: set[str]) -> set[str]:
+        """Members without whom a round does not end before its time: those that are present. Who leads since lately
+        cannot know who they are, and must not take those that came back first for all."""
+        if self._clock() - self._led_since > PRESENT_SECONDS:
+            return present
+        return self._members_listed()
+
+    def _members_listed(self) -> set[str]:
+        return {one.peer for one in self.membership.members() if one.role == "member"}
 
     def _list_digest(self) -> bytes:
         """Digest of the member list for the next record, kept where members ask for it."""

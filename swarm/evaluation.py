@@ -123,11 +123,11 @@ class Evaluation:
         begun.sums[number] += math.fsum(rewards)
         begun.at += len(some)
 
-    def board(self, record: Round, present: set[str]) -> bytes:
-        """Digest of the closing round's board, once everybody has answered or the time is over, and all is scored;
-        empty until then. Raises StoreError."""
+    def board(self, record: Round, awaited: set[str]) -> bytes:
+        """Digest of the closing round's board, once all who are waited for have answered or the time is over, and all
+        is scored; empty until then. Raises StoreError."""
         number, now = record.number, self._clock()
-        everybody = bool(present) and present <= self._reports.reporters(number)
+        everybody = bool(awaited) and awaited <= self._reports.reporters(number)
         if now < record.answers_by + LATE_SECONDS and not everybody:
             return b""
         if now < record.answers_by + SCORING_SECONDS and self._reports.unscored(number):

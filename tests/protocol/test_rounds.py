@@ -37,7 +37,7 @@ KEYS = [Identity.from_seed(bytes([number]) * 32) for number in range(3)]
 MANIFEST = embedded_manifest("rounds", NOW, Coordination(tuple(key.peer_id for key in KEYS), listed_only=True))
 PACE = Pace(600, 60, least_members=2, quorum=0.8, groups=4, tasks=8, samples=1)
 MEMBERS, OTHERS, BOARD = b"m" * 32, b"o" * 32, b"b" * 32
-FACTS = Facts(MEMBERS, present=2, through=0, board=b"", mix=(1000,) * 4)
+FACTS = Facts(MEMBERS, present=2, awaited=2, through=0, board=b"", mix=(1000,) * 4)
 
 
 def seed_of(number: int) -> bytes:
@@ -99,8 +99,8 @@ def test_a_round_goes_from_state_to_state() -> None:
 
 def test_a_quorum_closes_a_round_before_its_time() -> None:
     record = opened()
-    assert step(record, present=5, through=3) is None
-    early = step(record, present=5, through=4)
+    assert step(record, awaited=5, through=3) is None
+    early = step(record, awaited=5, through=4)
     assert early is not None
     assert early.state is State.closing
     by_time_only = advance(record, b"", NOW, _facts({"through": 2}), _pace(groups=0), seed_of)

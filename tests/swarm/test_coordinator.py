@@ -22,6 +22,7 @@ from protocol.messages import (
     rounds_topic,
 )
 from protocol.rounds import Pace, Round, State, commitment_of, first, seal_round
+from swarm.attendance import PRESENT_SECONDS
 from swarm.coordinator import IDLE_ROUNDS, MAX_WAITING, ScoringUnavailable
 from swarm.membership import Membership, NoSuchMember, NotAdmitted, network_of
 from swarm.memory import MemoryHub
@@ -342,6 +343,29 @@ async def test_a_coordinator_killed_in_mid_round_goes_on_and_loses_nothing(hall:
 
 
 @pytest.mark.parametrize("at", [State.open, State.closing])
+async def test_a_killed_coordinator_does_not_take_who_is_back_first_for_all(hall: Hall, at: State) -> None:
+    pace = Pace(600, 300, 1, 0.8, groups=3, tasks=2, samples=1)
+    lead = await hall.leader(pace=pace)
+    members = anna, bert = await hall.swarm(lead, "anna", "bert")
+    await until(lambda: is_at(members, 1, State.open))
+    if at is State.open:
+        lead.reports.hear(1, {anna.id: 3})
+    else:
+        hall.clock.ahead += pace.round_seconds
+        await until(lambda: is_at(members, 1, State.closing))
+        assert (await anna.answer([1] * 4)).taken
+    await hall.kill(lead)
+    hall.hub.partition(bert.id, who("lead").peer_id)
+    lead = await hall.leader(pace=pace)
+    await anna.transport.connect(lead.transport.addresses()[0], timeout=1)
+    await until(lambda: lead.coordinator.present() == {anna.id})
+    await asyncio.sleep(0.3)
+    assert is_at([lead], 1, at)
+    hall.clock.ahead += PRESENT_SECONDS + 1  # bert does not come back
+    await until(lambda: lead.following.round is not None and lead.following.round.state is not at)
+
+
+@pytest.mark.parametrize("at", [State.open, State.closing])
 async def test_a_standby_takes_over_in_mid_round(hall: Hall, at: State) -> None:
     pace = PACE if at is State.open else Pace(1, 30, 1, 1.0, groups=0, tasks=2, samples=1)
     lead = await hall.leader(pace=pace)
@@ -600,5 +624,5 @@ def test_the_first_record_waits() -> None:
     manifest = manifest_of("lead")
     from protocol.rounds import Facts
 
-    record = first(manifest, Facts(b"m" * 32, 0, 0, b"", (1, 1)), PACE)
+    record = first(manifest, Facts(b"m" * 32, 0, 0, 0, b"", (1, 1)), PACE)
     assert record.state is State.waiting

@@ -116,7 +116,7 @@ def kept(lead: Home, until: State) -> Round:
     standing = Standing(OTHER, (0.5, None, 1.0, 0.5), 0.5, 0.75, 0.125)
     board, raw = list_bytes(Board(manifest.digest, 1, (standing,)))
     following.keep_list(board, raw)
-    facts = Facts(members, 1, 0, board, (1000, 500, 250, 250))
+    facts = Facts(members, 1, 1, 0, board, (1000, 500, 250, 250))
     record: Round | None = first(manifest, facts, PACE)
     now = time.time() - 1000
     while record is not None:

@@ -96,7 +96,7 @@ def test_a_node_that_does_not_run_says_what_its_log_has(coordinated: Home) -> No
     manifest = coordinated.manifest()
     assert manifest is not None
     members = list_bytes(MemberList(manifest.digest, ()))[0]
-    record = first(manifest, Facts(members, 0, 0, b"", (1,) * 4), Pace(1, 1, 1, 1.0, 0, 2, 1))
+    record = first(manifest, Facts(members, 0, 0, 0, b"", (1,) * 4), Pace(1, 1, 1, 1.0, 0, 2, 1))
     sealed = seal_round(LEAD, record, time.time())
     with closing(RoundLog(coordinated.database, manifest.digest)) as log:
         log.add(*open_round(sealed, manifest, time.time()), sealed)
