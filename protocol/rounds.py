@@ -19,7 +19,7 @@ import msgspec
 from protocol.envelope import Domain, Opened, seal, unseal
 from protocol.identity import Identity
 from protocol.manifest import MAX_COORDINATORS, Manifest
-from protocol.messages import MAX_ANNOUNCEMENT_BYTES, Digest
+from protocol.messages import MAX_ANNOUNCEMENT_BYTES, MAX_ANSWERS, Digest
 from protocol.rejection import Reason, Rejected
 from protocol.rollout import UInt63
 
@@ -239,6 +239,8 @@ def _problem(record: Round, manifest: Manifest) -> str:
         return "a digest has 32 bytes"
     if len(record.mix) != len(manifest.environments) or not any(record.mix):
         return "the mix has a weight for each environment, not all of them 0"
+    if len(record.mix) * record.tasks * record.samples > MAX_ANSWERS:
+        return f"more than the {MAX_ANSWERS} answers that a report holds are asked for"
     for name, since in (("commitment", State.open), ("seed", State.closing), ("board", State.evaluated)):
         if bool(has[name]) != (record.state >= since):
             return f"{name} is there from {since.name} on"

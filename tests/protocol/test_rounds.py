@@ -40,6 +40,14 @@ MEMBERS, OTHERS, BOARD = b"m" * 32, b"o" * 32, b"b" * 32
 FACTS = Facts(MEMBERS, present=2, awaited=2, through=0, board=b"", mix=(1000,) * 4)
 
 
+MANY = msgspec.structs.replace(
+    MANIFEST,
+    environments=tuple(
+        msgspec.structs.replace(MANIFEST.environments[0], name=f"e{number}", settings={}) for number in range(256)
+    ),
+)
+
+
 def seed_of(number: int) -> bytes:
     return seed_for(KEYS[0], MANIFEST.digest, number, 0)
 
@@ -182,15 +190,7 @@ def test_a_sealed_record_is_read_back_and_fits_gossip() -> None:
     assert read(sealed) == record
     assert len(sealed) < 700
     most = msgspec.structs.replace(record, previous=b"p" * 32)
-    many = Manifest.from_bytes(
-        msgspec.structs.replace(
-            MANIFEST,
-            environments=tuple(
-                msgspec.structs.replace(MANIFEST.environments[0], name=f"e{number}", settings={})
-                for number in range(256)
-            ),
-        ).to_bytes()
-    )
+    many = Manifest.from_bytes(MANY.to_bytes())
     noise = tuple((number * 7919) % 10_000 for number in range(256))
     largest = seal_round(KEYS[0], msgspec.structs.replace(most, swarm=many.digest, mix=noise), NOW)
     assert len(largest) <= MAX_ANNOUNCEMENT_BYTES
@@ -211,11 +211,16 @@ def test_a_sealed_record_is_read_back_and_fits_gossip() -> None:
         (lambda: msgspec.structs.replace(opened(), seed=seed_of(1)), Reason.malformed),
         (lambda: msgspec.structs.replace(closing(), seed=b"x" * 32), Reason.broken_commitment),
         (lambda: msgspec.structs.replace(opened(), tasks=257), Reason.malformed),
+        (
+            lambda: msgspec.structs.replace(opened(), swarm=MANY.digest, mix=(1,) * 256, tasks=256, samples=2),
+            Reason.malformed,
+        ),
     ],
 )
 def test_a_record_that_cannot_be_is_refused(record: Callable[[], Round], reason: Reason) -> None:
+    made = record()
     with pytest.raises(Rejected) as refused:
-        read(seal_round(KEYS[0], record(), NOW))
+        read(seal_round(KEYS[0], made, NOW), MANY if made.swarm == MANY.digest else MANIFEST)
     assert refused.value.reason is reason
 
 
