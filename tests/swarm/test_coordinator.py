@@ -23,11 +23,11 @@ from protocol.messages import (
 )
 from protocol.rounds import Pace, Round, State, commitment_of, first, seal_round
 from swarm.attendance import PRESENT_SECONDS
-from swarm.coordinator import IDLE_ROUNDS, MAX_WAITING, ScoringUnavailable
+from swarm.coordinator import IDLE_ROUNDS, MAX_WAITING, OFFENCES, ScoringUnavailable
 from swarm.membership import Membership, NoSuchMember, NotAdmitted, network_of
 from swarm.memory import MemoryHub
 from swarm.rounds import Following
-from swarm.transport import Busy, RequestFailed
+from swarm.transport import Busy, RequestFailed, TransportError
 from tests.swarm.coordinated import PACE, Bare, Clock, Leader, Peer, manifest_of, score
 from tests.swarm.world import until, who
 
@@ -597,6 +597,21 @@ async def test_a_report_that_does_not_fit_is_refused_and_long_answers_score_noth
     board = anna.following.board
     assert board is not None
     assert board.standings[0].scores == (0.0, 0.0)
+
+
+async def test_a_member_whose_answers_are_too_large_is_not_banned_for_it(hall: Hall) -> None:
+    hall.manifest = manifest_of("lead", listed_only=False)
+    lead = await hall.leader()
+    anna, eve = await hall.member("anna", lead), hall.hub.transport(who("eve"))
+    await eve.start()
+    await eve.connect(lead.transport.addresses()[0], timeout=1)
+    await until(lambda: anna.entering.listed and lead.coordinator.access.takes_part(anna.id))
+    for transport in (anna.transport, eve):
+        for _ in range(2 * OFFENCES):
+            with pytest.raises(TransportError):
+                await transport.request(lead.id, REPORT_PROTOCOL, bytes(2 << 20), max_bytes=1000, timeout=2)
+            await asyncio.sleep(0.01)
+    assert lead.coordinator.access.bans.of("reputation") == {eve.peer_id}
 
 
 async def test_a_scorer_that_fails_for_a_while_holds_the_round_up(hall: Hall) -> None:
