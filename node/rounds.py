@@ -23,6 +23,7 @@ from protocol.rollout import TaskRef
 from protocol.rounds import Round, State
 from swarm.access import Access
 from swarm.entering import Entering, send_report
+from swarm.evaluation import within_bounds
 from swarm.round_log import RoundLog
 from swarm.rounds import Following
 from swarm.transport import Transport, TransportError
@@ -119,12 +120,16 @@ class Rounds:
                 self._on_event("round", f"round {record.number} is not answered: {error}")
         counts, self.trained = self.trained, Counter()
         self._seed = record.seed
-        self._report = ReportRequest(
+        report = ReportRequest(
             self.manifest.digest,
             record.number,
             tuple(text for rollout in rollouts for text in rollout.texts),
             tuple(Trained(peer, groups) for peer, groups in counts.most_common(MAX_TRAINED)),
         )
+        self._report, left_out = within_bounds(self.manifest, report)
+        if left_out:
+            said = f"{left_out} of its {len(report.answers)} answers are too long to be handed in, and score 0"
+            self._on_event("round", f"round {record.number}: {said}")
 
     def _is_wanted(self, record: Round) -> bool:
         """Whether there is time for this node's answers, and they were not made yet."""

@@ -4,10 +4,12 @@ import math
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
+import msgspec
+
 from protocol.assignment import round_task
 from protocol.board import Report, fitted, list_bytes, next_board
 from protocol.manifest import EnvironmentSpec, Manifest
-from protocol.messages import ReportRequest
+from protocol.messages import MAX_REPORT_BYTES, ReportRequest
 from protocol.rollout import TaskRef
 from protocol.rounds import Round
 from swarm.membership import Membership
@@ -32,6 +34,26 @@ Score = Callable[[Sequence[tuple[TaskRef, str]]], Awaitable[Sequence[float]]]
 def most_bytes(spec: EnvironmentSpec) -> int:
     """The longest answer to a task of this environment that is scored at all."""
     return min(MAX_TEXT_BYTES, BYTES_PER_TOKEN * (spec.max_tokens or MAX_TEXT_BYTES))
+
+
+def within_bounds(manifest: Manifest, report: ReportRequest) -> tuple[ReportRequest, int]:
+    """A whole report as a coordinator takes it, and how many of its answers were left out for that.
+
+    Those that are too long to be scored go first, then the longest until the rest fits a request: an empty answer
+    scores 0, and a request that is too large loses all of them.
+    """
+    each = len(report.answers) // len(manifest.environments)
+    most = [most_bytes(spec) for spec in manifest.environments for _ in range(each)]
+    sizes = [len((text or "").encode()) for text in report.answers]
+    out = {n for n, size in enumerate(sizes) if size > most[n]}
+    over = len(msgspec.msgpack.encode(report)) - sum(sizes[n] for n in out) - MAX_REPORT_BYTES
+    for n in sorted(set(range(len(sizes))) - out, key=sizes.__getitem__, reverse=True):
+        if over <= 0:
+            break
+        out.add(n)
+        over -= sizes[n]
+    answers = tuple("" if n in out else text for n, text in enumerate(report.answers))
+    return msgspec.structs.replace(report, answers=answers), len(out)
 
 
 class ScoringUnavailable(Exception):
@@ -116,7 +138,7 @@ class Evaluation:
         items = [
             (round_task(self._manifest, record.seed, spec.name, n // record.samples), text)
             for n, text in enumerate(some, first)
-            if text is not None and len(text.encode()) <= most  # a longer one scores 0
+            if text and len(text.encode()) <= most  # a longer one scores 0, and so does what was left out
         ]
         # what an environment calls nan or infinite is worth nothing: it must not reach a board
         rewards = filter(math.isfinite, await self._score(items)) if items else ()

@@ -131,6 +131,24 @@ async def test_held_out_tasks_are_answered_once_and_scored(
     assert not set(asked[0]) & set(asked[1])
 
 
+async def test_answers_that_do_not_fit_a_request_are_left_out_and_the_rest_counts(
+    pair: tuple[Leader, Member], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, member = pair
+    rounds = member.rounds
+
+    async def sample(engine: Any, bundle: Any, scorer: Any, config: Any, refs: Any, seeds: Any, n: int) -> list[Any]:
+        return [SimpleNamespace(texts=[f"{ref.seed % 1000} 1.0", "x" * 70_000][:n]) for ref in refs]
+
+    monkeypatch.setattr(node.rounds, "sample", sample)
+    await until(lambda: rounds.following.round and rounds.following.round.state is State.closing)
+    await rounds.answer(PARTS)
+    assert ("round", "round 1: 6 of its 12 answers are too long to be handed in, and score 0") in member.events
+    await until(lambda: rounds.following.board is not None)
+    assert rounds.following.board is not None
+    assert [one.scores for one in rounds.following.board.standings] == [(0.5, 0.5)]
+
+
 async def test_an_observer_answers_nothing(pair: tuple[Leader, Member], monkeypatch: pytest.MonkeyPatch) -> None:
     (_, member), asked = pair, answered(monkeypatch)
     rounds = member.rounds
