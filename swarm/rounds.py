@@ -39,7 +39,9 @@ from swarm.transport import Busy, Transport, TransportError
 
 SYNC_SECONDS = 30.0
 ASKERS = 2
+"""The first one asks coordinators only: peers that never answer must not keep a standby from its leader."""
 MAX_WAITING = 256
+"""Peers to ask; coordinators besides."""
 MAX_ANSWER_BYTES = (MAX_ROUNDS + 2 * MAX_PROOFS) * (MAX_ANNOUNCEMENT_BYTES + 8) + 64
 SYNC_ROUNDS = 8
 """Answers taken from one peer at a time."""
@@ -241,7 +243,9 @@ class Following:
         self._soon(peer)
 
     def _soon(self, peer: str) -> None:
-        if peer != self._transport.peer_id and len(self._waiting) < MAX_WAITING:
+        if peer == self._transport.peer_id:
+            return
+        if peer in self.manifest.coordinators or len(self._waiting) < MAX_WAITING:
             self._waiting[peer] = None
             self._wake.set()
 
@@ -252,7 +256,7 @@ class Following:
             self._soon(peer)
         async with asyncio.TaskGroup() as tasks:
             for i in range(ASKERS):
-                tasks.create_task(self._ask_waiting(), name=f"rounds: ask {i}")
+                tasks.create_task(self._ask_waiting(coordinators_only=i == 0), name=f"rounds: ask {i}")
             tasks.create_task(self._remind(), name="rounds: remind")
 
     async def _remind(self) -> None:
@@ -272,14 +276,20 @@ class Following:
         except StoreError as error:
             self._on_event("store", str(error))
 
-    async def _ask_waiting(self) -> None:
+    def _next(self, *, coordinators_only: bool) -> str | None:
+        """Whom to ask: the leader first, since a standby must not take its own slowness for the leader's silence."""
+        if self.leader in self._waiting:
+            return self.leader
+        others = (one for one in self._waiting if one in self.manifest.coordinators)
+        return next(others, None if coordinators_only else next(iter(self._waiting), None))
+
+    async def _ask_waiting(self, *, coordinators_only: bool) -> None:
         while True:
-            if not self._waiting:
+            peer = self._next(coordinators_only=coordinators_only)
+            if peer is None:
                 self._wake.clear()
                 await self._wake.wait()
                 continue
-            # the leader first: a standby must not take its own slowness for the leader's silence
-            peer = self.leader if self.leader in self._waiting else next(iter(self._waiting))
             del self._waiting[peer]
             try:
                 await self.ask(peer)

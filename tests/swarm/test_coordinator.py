@@ -26,6 +26,7 @@ from swarm.attendance import PRESENT_SECONDS
 from swarm.coordinator import IDLE_ROUNDS, MAX_WAITING, OFFENCES, ScoringUnavailable
 from swarm.membership import Membership, NoSuchMember, NotAdmitted, network_of
 from swarm.memory import MemoryHub
+from swarm.rounds import MAX_WAITING as MAX_WAITING_PEERS
 from swarm.rounds import Following
 from swarm.transport import Busy, RequestFailed, TransportError
 from tests.swarm.coordinated import PACE, Bare, Clock, Leader, Peer, manifest_of, score
@@ -408,6 +409,30 @@ async def test_a_standby_takes_over_in_mid_round(hall: Hall, at: State) -> None:
     assert record is not None
     assert record.term == 2
     assert {one.peer for one in lead.membership.members()} == {anna.id, bert.id}
+
+
+async def test_strangers_that_never_answer_keep_no_standby_from_its_leader(hall: Hall) -> None:
+    hall.manifest = manifest_of("lead", "spare", listed_only=False)
+    lead, spare = await hall.leader(patience=3), await hall.leader("spare", patience=3)
+    await spare.transport.connect(lead.transport.addresses()[0], timeout=1)
+    await until(lambda: spare.following.round is not None)
+    asked = asyncio.Event()
+
+    async def silent(peer: str, data: bytes) -> bytes:
+        asked.set()
+        await asyncio.sleep(1000)
+        return b""
+
+    for number in range(MAX_WAITING_PEERS + 8):
+        stranger = hall.hub.transport(who(f"stranger {number}"))
+        stranger.serve(ROUNDS_PROTOCOL, silent, max_request=1024)
+        await stranger.start()
+        await stranger.connect(spare.transport.addresses()[0], timeout=1)
+    await asyncio.wait_for(asked.wait(), 5)
+    before = hall.clock()
+    await until(lambda: (spare.following.heard_from(lead.id) or 0) > before + 1, 10)
+    assert len(spare.following._waiting) <= MAX_WAITING_PEERS + 2
+    assert not spare.coordinator.leading
 
 
 async def test_without_any_coordinator_the_log_is_still_had_from_members(hall: Hall) -> None:
