@@ -105,12 +105,12 @@ class Coordinator:
         self._started = clock()
         self._led_since = self._started
         """When it last did not lead, or its clock was set."""
-        self._attendance = Attendance(reports, clock)
         self._asks = Allowance(ASK_RATE, ASK_BURST, clock)
         self._told, self._offences = Allowance(1 / 60, 1, clock), Allowance(OFFENCES / 3600, OFFENCES, clock)
         self._newcomers = Allowance(from_network / NETWORK_SECONDS, from_network, clock) if from_network else None
         """By network."""
         self.access = Access(transport, manifest, clock, on_event=on_event)
+        self._attendance = Attendance(reports, self.access, manifest.coordinators, clock)
         self._gate = AnnouncementGate(manifest, clock, banned=self.access.barred)
         self._members: MemberList | None = None
         """The list as records name it."""
@@ -314,8 +314,8 @@ class Coordinator:
             try:
                 role = self._let_in(peer, request.token)
                 answer = EnterResponse(role, "")
-                self._attendance.saw(peer)
                 self.access.admit(peer, role)
+                self._attendance.saw(peer)
             except NotAdmitted as refused:
                 answer = EnterResponse("", str(refused))
         return msgspec.msgpack.encode(answer)
