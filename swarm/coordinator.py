@@ -112,6 +112,8 @@ class Coordinator:
         self.access = Access(transport, manifest, clock, on_event=on_event)
         self._attendance = Attendance(reports, self.access, manifest.coordinators, clock)
         self._gate = AnnouncementGate(manifest, clock, banned=self.access.barred)
+        self._number = 0
+        """Of the round that is counted for."""
         self._members: MemberList | None = None
         """The list as records name it."""
         self._revised = -math.inf
@@ -205,6 +207,7 @@ class Coordinator:
             return
         if head is not None:
             self._attendance.write(head.record.number)
+            self._follow_round(head.record.number)
         if not self.leading:
             self._led_since = now
             await self._stand_by(now)
@@ -216,6 +219,13 @@ class Coordinator:
             record = advance(head.record, head.digest, now, facts, self.pace, self._seed_of(head.record.term))
         if record is not None:
             await self._sign(record, now)
+
+    def _follow_round(self, number: int) -> None:
+        """Forget what is of rounds long ago, whoever signs the present one."""
+        if number != self._number:
+            self._attendance.begin_round()
+            self.reports.forget_before(number - 1, heard=number - IDLE_ROUNDS)
+            self._number = number
 
     async def _stand_by(self, now: float) -> None:
         """Take over where the leader has been silent for long, or was proven false."""
@@ -246,9 +256,6 @@ class Coordinator:
         await self.following.publish(seal_round(self._identity, record, now))
         if before is None or (before.number, before.state) != (record.number, record.state):
             self._on_event("round", f"round {record.number} is {record.state.name}")
-        if record.state is State.open and (before is None or before.state is not State.open):
-            self._attendance.begin_round()
-            self.reports.forget_before(record.number - 1, heard=record.number - IDLE_ROUNDS)
 
     def _facts(self) -> Facts:
         record, present = self.following.round, self.present()

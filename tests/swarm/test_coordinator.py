@@ -366,6 +366,28 @@ async def test_a_killed_coordinator_does_not_take_who_is_back_first_for_all(hall
     await until(lambda: lead.following.round is not None and lead.following.round.state is not at)
 
 
+async def test_a_standby_forgets_old_rounds_and_counts_on_in_new_ones(hall: Hall) -> None:
+    pace = Pace(60, 30, 1, 1.0, groups=0, tasks=2, samples=1)
+    lead, spare = await hall.leader(pace=pace, patience=600), await hall.leader("spare", pace=pace, patience=600)
+    await spare.transport.connect(lead.transport.addresses()[0], timeout=1)
+    members = await hall.swarm(lead, "anna")
+    both, (anna,) = [lead, spare], members
+    for number in range(1, IDLE_ROUNDS + 3):
+        await until(lambda: is_at(both, number, State.open) and is_at(members, number, State.open))  # noqa: B023
+        await until(lambda: all(one.coordinator._number == number for one in both))  # noqa: B023
+        for one in both:  # the same group every time
+            one.coordinator._attendance.announced(anna.id, b"g" * 32)
+        hall.clock.ahead += pace.round_seconds
+        await until(lambda: is_at(members, number, State.closing))  # noqa: B023
+        assert (await anna.answer([1] * 4)).taken
+    await until(lambda: is_at(both, number + 1, State.open))
+    await until(lambda: all(one.coordinator._number == number + 1 for one in both))
+    for one in both:
+        assert one.reports._db.all("SELECT number, groups FROM coordinator_heard ORDER BY number") == [
+            (old, 1) for old in range(number + 1 - IDLE_ROUNDS, number + 1)
+        ]
+
+
 @pytest.mark.parametrize("at", [State.open, State.closing])
 async def test_a_standby_takes_over_in_mid_round(hall: Hall, at: State) -> None:
     pace = PACE if at is State.open else Pace(1, 30, 1, 1.0, groups=0, tasks=2, samples=1)
