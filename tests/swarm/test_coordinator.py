@@ -216,6 +216,35 @@ async def test_a_kicked_member_is_banned_by_all_until_it_is_forgiven(hall: Hall)
     assert anna.access.refused(eve.id)  # not a member again yet
 
 
+def test_who_was_kicked_does_not_come_back_by_the_same_invite_under_another_name(tmp_path: Path) -> None:
+    clock = Clock()
+    membership = Membership(tmp_path / "lead.db", b"s" * 32, clock, listed_only=True)
+    anna, bert, eve, twin = (who(name).peer_id for name in ("anna", "bert", "eve", "twin"))
+    shared, other = (membership.invite(uses=3, expires=clock() + 60, role="member") for _ in range(2))
+    for peer in (anna, eve):
+        membership.enter(peer, shared)
+    assert membership.kick(eve, "") == 1
+    with pytest.raises(NotAdmitted, match="used up"):
+        membership.enter(twin, shared)
+    assert membership.enter(bert, other) == "member"
+    assert {one.peer for one in membership.members()} == {anna, bert}
+
+
+@pytest.mark.parametrize("of_before", [False, True])
+def test_a_kick_takes_no_use_of_an_invite_that_came_later(tmp_path: Path, of_before: bool) -> None:
+    clock = Clock()
+    membership = Membership(tmp_path / "lead.db", b"s" * 32, clock, listed_only=True)
+    old = membership.invite(uses=1, expires=clock() + 60, role="member")
+    membership.enter(who("eve").peer_id, old)
+    clock.ahead += 61
+    new = membership.invite(uses=2, expires=clock() + 60, role="member")  # the old one is deleted
+    assert membership._db.all("SELECT id FROM coordinator_invites") == [(2,)]
+    if of_before:  # an earlier version gave it the same id
+        membership._db.execute("UPDATE coordinator_invites SET id = 1")
+    assert membership.kick(who("eve").peer_id, "") == 0
+    assert membership.enter(who("anna").peer_id, new) == "member"
+
+
 async def test_an_open_swarm_takes_whoever_asks(hall: Hall) -> None:
     hall.manifest = manifest_of("lead", listed_only=False)
     lead = await hall.leader()
