@@ -48,7 +48,8 @@ from swarm.attendance import PRESENT_SECONDS, Attendance
 from swarm.database import StoreError
 from swarm.evaluation import LATE_SECONDS, Evaluation, Score, ScoringUnavailable, most_bytes
 from swarm.gate import AnnouncementGate
-from swarm.membership import Membership, NotAdmitted, network_of
+from swarm.membership import Membership, NotAdmitted
+from swarm.reception import IDLE_ROUNDS, Reception
 from swarm.reports import Reports
 from swarm.rounds import Following, leads
 from swarm.transport import Busy, Message, OversizeRequest, PeerConnected, Transport
@@ -61,10 +62,6 @@ ASK_RATE, ASK_BURST = 0.5, 8.0
 """Requests to enter, or reports, a second from one peer, and at once."""
 REVISE_SECONDS = 5.0
 """Between two member lists, but for a kick: each is pulled by every member."""
-IDLE_ROUNDS = 4
-"""Rounds in which a member of an open swarm supplied nothing, after which it makes room where the list is full."""
-NETWORK_SECONDS = 3600.0
-"""In which one network may bring so many new members as `from_network` says."""
 OFFENCES = 8
 """Of one peer in an hour, and at once, before it is banned."""
 MAX_WAITING = 256 << 20
@@ -107,10 +104,12 @@ class Coordinator:
         """When it last did not lead, or its clock was set."""
         self._asks = Allowance(ASK_RATE, ASK_BURST, clock)
         self._told, self._offences = Allowance(1 / 60, 1, clock), Allowance(OFFENCES / 3600, OFFENCES, clock)
-        self._newcomers = Allowance(from_network / NETWORK_SECONDS, from_network, clock) if from_network else None
-        """By network."""
         self.access = Access(transport, manifest, clock, on_event=on_event)
         self._attendance = Attendance(reports, self.access, manifest.coordinators, clock)
+        self._reception = Reception(
+            transport, manifest, following, membership, reports, self._attendance, clock, pace,
+            from_network=from_network,
+        )  # fmt: skip
         self._gate = AnnouncementGate(manifest, clock, banned=self.access.barred)
         self._number = 0
         """Of the round that is counted for."""
@@ -319,43 +318,13 @@ class Coordinator:
             answer = EnterResponse("", f"{self.following.leader or 'nobody'} leads now")
         else:
             try:
-                role = self._let_in(peer, request.token)
+                role = self._reception.let_in(peer, request.token)
                 answer = EnterResponse(role, "")
                 self.access.admit(peer, role)
                 self._attendance.saw(peer)
             except NotAdmitted as refused:
                 answer = EnterResponse("", str(refused))
         return msgspec.msgpack.encode(answer)
-
-    def _let_in(self, peer: str, token: bytes) -> str:
-        """The peer's role. Raises NotAdmitted, Busy."""
-        newcomer = self.membership.role_of(peer) is None
-        if token or not newcomer or self.manifest.listed_only or self._newcomers is None:
-            return self.membership.enter(peer, token, self._idle)
-        connection = self._transport.connections().get(peer)
-        if connection is None or not connection.host:
-            raise Busy(1.0)  # it has only just connected
-        network = network_of(connection.host)
-        if not self._newcomers.take(network):
-            raise NotAdmitted(f"many peers of {network} came in lately; ask later, or with an invite")
-        try:
-            return self.membership.enter(peer, token, self._idle)
-        except NotAdmitted:
-            self._newcomers.spend(network, -1)
-            raise
-
-    def _idle(self) -> list[str]:
-        """Members that supplied nothing for IDLE_ROUNDS: who never earned credit and is not there comes first."""
-        number = self.following.round.number if self.following.round else 1
-        supplied = set(self._attendance.supplied(number - IDLE_ROUNDS, number))
-        supplied |= self.reports.reporters(number) | self.reports.reporters(number - 1)
-        since = self._clock() - IDLE_ROUNDS * (self.pace.round_seconds + self.pace.answer_seconds)
-        credited = {one.peer for one in self.following.board.standings if one.credit} if self.following.board else set()
-        present = self.present()
-        idle = [one for one in self.membership.members() if one.since <= since and one.peer not in supplied]
-        return [
-            one.peer for one in sorted(idle, key=lambda one: (one.peer in credited, one.peer in present, one.since))
-        ]
 
     async def _report(self, peer: str, data: bytes) -> bytes:
         if self.access.barred(peer):

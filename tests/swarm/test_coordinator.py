@@ -23,9 +23,10 @@ from protocol.messages import (
 )
 from protocol.rounds import Pace, Round, State, commitment_of, first, seal_round
 from swarm.attendance import PRESENT_SECONDS
-from swarm.coordinator import IDLE_ROUNDS, MAX_WAITING, OFFENCES, ScoringUnavailable
+from swarm.coordinator import MAX_WAITING, OFFENCES, ScoringUnavailable
 from swarm.membership import Membership, NoSuchMember, NotAdmitted, network_of
 from swarm.memory import MemoryHub
+from swarm.reception import IDLE_ROUNDS
 from swarm.rounds import MAX_WAITING as MAX_WAITING_PEERS
 from swarm.rounds import Following
 from swarm.transport import Busy, RequestFailed, TransportError
@@ -286,8 +287,8 @@ async def test_one_network_brings_so_many_an_hour_and_others_go_on(hall: Hall) -
     assert (await enter("sybil 40", "192.0.2.40", b"x" * 16)).role == ""
     hall.clock.ahead += 1300  # a third of an hour, and a little
     assert [(await enter(f"late {n}", "192.0.2.7")).role for n in range(2)] == ["member", ""]
-    assert lead.coordinator._newcomers is not None
-    assert len(lead.coordinator._newcomers) == 2
+    assert lead.coordinator._reception._newcomers is not None
+    assert len(lead.coordinator._reception._newcomers) == 2
 
 
 @pytest.mark.parametrize(
@@ -314,16 +315,16 @@ async def test_who_supplied_nothing_for_long_makes_room_in_a_full_swarm(hall: Ha
         hall.clock.ahead += 1
     await hall.member("idle", lead)  # it is there, at least
     with pytest.raises(NotAdmitted, match="full: 4 members"):  # all came lately
-        membership.enter(who("anna").peer_id, b"", lead.coordinator._idle)
+        membership.enter(who("anna").peer_id, b"", lead.coordinator._reception.idle)
     hall.clock.ahead += IDLE_ROUNDS * (PACE.round_seconds + PACE.answer_seconds)
     await until(lambda: lead.following.round is not None)
     reports.hear(1, {who("busy").peer_id: 1})
     await until(lambda: who("idle").peer_id in lead.coordinator.present())
-    assert membership.enter(who("anna").peer_id, b"", lead.coordinator._idle) == "member"
+    assert membership.enter(who("anna").peer_id, b"", lead.coordinator._reception.idle) == "member"
     assert membership.role_of(who("idle too").peer_id) is None
-    assert membership.enter(who("bert").peer_id, b"", lead.coordinator._idle) == "member"
+    assert membership.enter(who("bert").peer_id, b"", lead.coordinator._reception.idle) == "member"
     with pytest.raises(NotAdmitted, match="full: 4 members"):
-        membership.enter(who("carl").peer_id, b"", lead.coordinator._idle)
+        membership.enter(who("carl").peer_id, b"", lead.coordinator._reception.idle)
     names = {who(name).peer_id for name in ("invited", "busy", "anna", "bert")}
     assert {one.peer for one in membership.members()} == names
     assert not membership.kicked()  # whoever made room may ask again
