@@ -16,7 +16,7 @@ from typing import Annotated
 
 import msgspec
 
-from protocol.envelope import Domain, Opened, seal, unseal
+from protocol.envelope import MAX_CLOCK_SKEW, Domain, Opened, seal, unseal
 from protocol.identity import Identity
 from protocol.manifest import MAX_COORDINATORS, Manifest
 from protocol.messages import MAX_ANNOUNCEMENT_BYTES, MAX_ANSWERS, Digest
@@ -129,7 +129,7 @@ def advance(
     match head.state:
         case State.waiting if facts.present >= pace.least_members:
             after = _opening(head.number, now, facts, pace, seed_of)
-        case State.open if now >= head.closes or _quorum(facts, pace):
+        case State.open if is_over(head.closes, now, pace.round_seconds) or _quorum(facts, pace):
             after = {
                 "state": State.closing,
                 "seed": seed_of(head.number),
@@ -147,6 +147,14 @@ def advance(
     if facts.members != head.members:
         return msgspec.structs.replace(head, revision=head.revision + 1, previous=previous, members=facts.members)
     return None
+
+
+def is_over(until: float, now: float, seconds: float) -> bool:
+    """Whether a time that was at most `seconds` away when it was set is over.
+
+    One that is still further away was set by a clock that was wrong, or by who wants a round never to end.
+    """
+    return not now < until <= now + seconds + MAX_CLOCK_SKEW
 
 
 def _opening(number: int, now: float, facts: Facts, pace: Pace, seed_of: Callable[[int], bytes]) -> dict[str, object]:

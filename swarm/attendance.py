@@ -46,6 +46,10 @@ class Attendance:
         """Unix seconds; -inf: never."""
         return self._seen.get(peer, -math.inf)
 
+    def set_clock(self, now: float) -> None:
+        """The clock was set: who was heard of at a time that is still to come was heard of before."""
+        self._seen = {peer: min(at, now) for peer, at in self._seen.items()}
+
     def present(self, peers: Iterable[str]) -> set[str]:
         """Those of them that were heard of lately."""
         now = self._clock()

@@ -57,6 +57,8 @@ from swarm.transport import Busy, Message, OversizeRequest, PeerConnected, Trans
 TICK_SECONDS = 0.5
 SETTLE_SECONDS = 5.0
 """After a start: whoever took over meanwhile is heard of before anything is signed."""
+STEP_SECONDS = 10.0
+"""Between two looks at the clock; after more the machine slept, or its clock was set: it is like a start."""
 MAX_SHARDS = 64
 ASK_RATE, ASK_BURST = 0.5, 8.0
 """Requests to enter, or reports, a second from one peer, and at once."""
@@ -97,9 +99,14 @@ class Coordinator:
         self._transport, self._identity, self.manifest = transport, identity, manifest
         self.following, self.membership, self.reports = following, membership, reports
         self._clock, self.pace, self._patience = clock, pace, patience
-        self._evaluation = Evaluation(manifest, following, membership, reports, score, clock, on_event)
+        self._evaluation = Evaluation(
+            manifest, following, membership, reports, score, clock, on_event, pace.answer_seconds
+        )
         self._measured, self._settle, self._on_event = measured, settle, on_event
         self._started = clock()
+        """Or when the clock was set."""
+        self._looked = self._started
+        """At the clock."""
         self._led_since = self._started
         """When it last did not lead, or its clock was set."""
         self._asks = Allowance(ASK_RATE, ASK_BURST, clock)
@@ -202,6 +209,9 @@ class Coordinator:
     async def step(self) -> None:
         """Look at the clock, the members and the other coordinators once, and sign what is to be signed."""
         now, head = self._clock(), self.following.head
+        if not 0 <= now - self._looked <= STEP_SECONDS:
+            self._start_anew(now)
+        self._looked = now
         if now - self._started < self._settle:
             return
         if head is not None:
@@ -218,6 +228,12 @@ class Coordinator:
             record = advance(head.record, head.digest, now, facts, self.pace, self._seed_of(head.record.term))
         if record is not None:
             await self._sign(record, now)
+
+    def _start_anew(self, now: float) -> None:
+        """Nothing that was noted by the clock before says how long ago it was."""
+        self._started = self._led_since = now
+        self._revised = -math.inf
+        self._attendance.set_clock(now)
 
     def _follow_round(self, number: int) -> None:
         """Forget what is of rounds long ago, whoever signs the present one."""
@@ -238,6 +254,8 @@ class Coordinator:
             silent, wait = now - self._started, self._patience * (turn - 1)
         else:
             heard = self.following.heard_from(last.coordinator) or -math.inf
+            if heard > now:  # by a clock that was ahead
+                heard = -math.inf
             silent, wait = now - max(heard, self._started), self._patience * turn
         if silent <= wait:
             return
@@ -253,6 +271,7 @@ class Coordinator:
     async def _sign(self, record: Round, now: float) -> None:
         before = self.following.round
         await self.following.publish(seal_round(self._identity, record, now))
+        self._looked = self._clock()  # gossip may have taken its time
         if before is None or (before.number, before.state) != (record.number, record.state):
             self._on_event("round", f"round {record.number} is {record.state.name}")
 

@@ -11,7 +11,7 @@ from protocol.board import Report, fitted, list_bytes, next_board
 from protocol.manifest import EnvironmentSpec, Manifest
 from protocol.messages import MAX_REPORT_BYTES, ReportRequest
 from protocol.rollout import TaskRef
-from protocol.rounds import Round
+from protocol.rounds import Round, is_over
 from swarm.membership import Membership
 from swarm.reports import Reports
 from swarm.rounds import Following
@@ -89,9 +89,11 @@ class Evaluation:
         score: Score,
         clock: Callable[[], float],
         tell: Callable[[str, str], None],
+        answer_seconds: int,
     ) -> None:
         self._manifest, self._following, self._membership = manifest, following, membership
         self._reports, self._score, self._clock, self._tell = reports, score, clock, tell
+        self._answer_seconds = answer_seconds
         self._number = 0
         """Of the round that `_begun` is of."""
         self._begun: dict[str, _Begun] = {}
@@ -148,11 +150,11 @@ class Evaluation:
     def board(self, record: Round, awaited: set[str]) -> bytes:
         """Digest of the closing round's board, once all who are waited for have answered or the time is over, and all
         is scored; empty until then. Raises StoreError."""
-        number, now = record.number, self._clock()
+        number = record.number
         everybody = bool(awaited) and awaited <= self._reports.reporters(number)
-        if now < record.answers_by + LATE_SECONDS and not everybody:
+        if not (everybody or self._is_over(record, LATE_SECONDS)):
             return b""
-        if now < record.answers_by + SCORING_SECONDS and self._reports.unscored(number):
+        if self._reports.unscored(number) and not self._is_over(record, SCORING_SECONDS):
             return b""
         before = self._following.board
         board = next_board(
@@ -166,6 +168,10 @@ class Evaluation:
         digest, body = list_bytes(fitted(board))
         self._following.keep_list(digest, body)
         return digest
+
+    def _is_over(self, record: Round, later: float) -> bool:
+        """Whether the time for answers is over by so many seconds."""
+        return is_over(record.answers_by + later, self._clock(), self._answer_seconds + later)
 
 
 def _means(record: Round, report: ReportRequest, sums: Sequence[float]) -> tuple[float | None, ...]:

@@ -98,7 +98,7 @@ class CoordinatorProcess:
             self.transport,
             (*swarm.bootstrap, *network.bootstrap),
             swarm.manifest_digest,
-            clock=clock,
+            clock=time.monotonic,
         )
 
     async def main(self, *, as_json: bool = False) -> int:

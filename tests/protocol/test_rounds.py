@@ -105,6 +105,17 @@ def test_a_round_goes_from_state_to_state() -> None:
     assert (alone.number, alone.state, alone.opened) == (2, State.waiting, 0)
 
 
+def test_a_round_that_a_wrong_clock_opened_ends() -> None:
+    record = opened()
+    assert step(record, NOW - 30) is None
+    early = step(record, NOW - 31)  # it opened at a time that is still to come
+    assert early is not None
+    assert early.state is State.closing
+    endless = step(msgspec.structs.replace(record, closes=record.opened + 30 * 86400), NOW + 1)
+    assert endless is not None
+    assert endless.state is State.closing
+
+
 def test_a_quorum_closes_a_round_before_its_time() -> None:
     record = opened()
     assert step(record, awaited=5, through=3) is None

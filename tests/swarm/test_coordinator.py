@@ -23,7 +23,7 @@ from protocol.messages import (
 )
 from protocol.rounds import Pace, Round, State, commitment_of, first, seal_round
 from swarm.attendance import PRESENT_SECONDS
-from swarm.coordinator import MAX_WAITING, OFFENCES, ScoringUnavailable
+from swarm.coordinator import MAX_WAITING, OFFENCES, STEP_SECONDS, ScoringUnavailable
 from swarm.membership import Membership, NoSuchMember, NotAdmitted, network_of
 from swarm.memory import MemoryHub
 from swarm.reception import IDLE_ROUNDS
@@ -61,6 +61,14 @@ class Hall:
         members = [await self.member(name, lead, token=token) for name in names]
         await until(lambda: all(member.entering.listed for member in members))
         return members
+
+    async def wait(self, lead: Leader, seconds: float) -> None:
+        """So many seconds pass, in steps that are not taken for a clock that was set."""
+        end = self.clock() + seconds
+        while self.clock() < end:
+            self.clock.ahead += STEP_SECONDS / 2
+            now = self.clock()
+            await until(lambda: lead.coordinator._looked >= now)  # noqa: B023
 
     async def kill(self, peer: Peer) -> None:
         await peer.stop()
@@ -392,7 +400,7 @@ async def test_a_killed_coordinator_does_not_take_who_is_back_first_for_all(hall
     await until(lambda: lead.coordinator.present() == {anna.id})
     await asyncio.sleep(0.3)
     assert is_at([lead], 1, at)
-    hall.clock.ahead += PRESENT_SECONDS + 1  # bert does not come back
+    await hall.wait(lead, PRESENT_SECONDS + 1)  # bert does not come back
     await until(lambda: lead.following.round is not None and lead.following.round.state is not at)
 
 
@@ -416,6 +424,42 @@ async def test_a_standby_forgets_old_rounds_and_counts_on_in_new_ones(hall: Hall
         assert one.reports._db.all("SELECT number, groups FROM coordinator_heard ORDER BY number") == [
             (old, 1) for old in range(number + 1 - IDLE_ROUNDS, number + 1)
         ]
+
+
+async def test_a_standby_that_slept_hears_its_leader_before_it_takes_over(hall: Hall) -> None:
+    lead = await hall.leader(patience=30)
+    own = Clock()
+    spare = Leader(hall.hub, hall.path, "spare", hall.manifest, own, patience=30, settle=0.2)
+    hall.peers.append(await spare.start())
+    await spare.transport.connect(lead.transport.addresses()[0], timeout=1)
+    await until(lambda: spare.following.heard_from(lead.id) is not None)
+    await asyncio.sleep(0.3)
+    own.ahead += 40
+    await asyncio.sleep(0.3)
+    assert not spare.coordinator.leading
+    own.ahead -= 3600  # it was an hour fast all the time
+    await until(lambda: (spare.following.heard_from(lead.id) or 0) <= own())
+    await hall.kill(lead)
+    spare.following._heard[lead.id] = own() + 3600
+    own.ahead += 9
+    spare.coordinator._patience = 5
+    await until(lambda: spare.coordinator.leading)
+
+
+async def test_a_leader_whose_clock_was_ahead_goes_on_when_it_is_set(hall: Hall) -> None:
+    hall.clock.ahead = 3600
+    lead = await hall.leader(settle=0.2)
+    await asyncio.sleep(0.05)
+    hall.clock.ahead = 0
+    await until(lambda: lead.following.round is not None)
+    members = anna, bert = await hall.swarm(lead, "anna", "bert")
+    await until(lambda: is_at(members, 1, State.open))
+    own, hall.clock.ahead = Clock(), 86400  # the members' clocks are that of the hall, but anna's is right
+    anna.following._clock = bert.following._clock = own
+    await until(lambda: is_at([lead], 1, State.closing))
+    hall.clock.ahead = 0
+    await until(lambda: is_at(members, 2, State.open))
+    assert not anna.following.faults
 
 
 @pytest.mark.parametrize("at", [State.open, State.closing])

@@ -39,7 +39,14 @@ class Court:
         self.reports = Reports(self.path, self.manifest.digest)
         unused: Any = SimpleNamespace()
         self.evaluation = Evaluation(
-            self.manifest, unused, unused, self.reports, self.score, lambda: self.now, lambda kind, said: self.say(said)
+            self.manifest,
+            unused,
+            unused,
+            self.reports,
+            self.score,
+            lambda: self.now,
+            lambda kind, said: self.say(said),
+            60,
         )
 
     def say(self, said: str) -> None:
