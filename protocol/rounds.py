@@ -25,6 +25,9 @@ from protocol.rollout import UInt63
 
 LIFETIME = 2**31 - 1
 """Seconds: a log is to be read years later."""
+FARTHEST = 30 * 86400
+"""Seconds that a round is open at most, and that a record's times are ahead of when it was signed: what a coordinator's
+settings allow, and what is left of a clock that was ahead and was set, whose round must still be ended."""
 LEAST_MIX = 0.1
 """Share of its weight that an environment keeps however easy or hard it is: else it would never be measured again."""
 
@@ -229,7 +232,7 @@ def open_round(sealed: bytes, manifest: Manifest, now: float) -> tuple[Opened, R
         raise Rejected(Reason.wrong_swarm, f"a round of swarm {record.swarm.hex()[:12]}")
     if not manifest.coordinators or opened.producer != leader_of(manifest, record.term):
         raise Rejected(Reason.wrong_producer, f"{opened.producer} does not lead term {record.term}")
-    problem = _problem(record, manifest)
+    problem = _problem(record, manifest, opened.issued)
     if problem:
         raise Rejected(Reason.malformed, f"round {record.number}, {record.state.name}: {problem}")
     if record.seed and commitment_of(record.seed) != record.commitment:
@@ -240,7 +243,7 @@ def open_round(sealed: bytes, manifest: Manifest, now: float) -> tuple[Opened, R
     return opened, record
 
 
-def _problem(record: Round, manifest: Manifest) -> str:
+def _problem(record: Round, manifest: Manifest, issued: int) -> str:
     """What is wrong with a record's form; empty: nothing."""
     has = {name: len(getattr(record, name)) for name in ("previous", "commitment", "seed", "board")}
     if any(length not in (0, 32) for length in has.values()):
@@ -252,8 +255,10 @@ def _problem(record: Round, manifest: Manifest) -> str:
     for name, since in (("commitment", State.open), ("seed", State.closing), ("board", State.evaluated)):
         if bool(has[name]) != (record.state >= since):
             return f"{name} is there from {since.name} on"
-    if record.closes < record.opened:
-        return "it closes before it opens"
+    if not 0 <= record.closes - record.opened <= FARTHEST:
+        return f"it closes before it opens, or more than {FARTHEST} s after"
+    if max(record.opened, record.answers_by) > issued + FARTHEST:
+        return f"it names a time that is more than {FARTHEST} s ahead"
     return ""
 
 

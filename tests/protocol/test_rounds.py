@@ -219,6 +219,10 @@ def test_a_sealed_record_is_read_back_and_fits_gossip() -> None:
         (lambda: msgspec.structs.replace(opened(), mix=(1,)), Reason.malformed),
         (lambda: msgspec.structs.replace(opened(), mix=(0,) * 4), Reason.malformed),
         (lambda: msgspec.structs.replace(opened(), closes=1), Reason.malformed),
+        (lambda: msgspec.structs.replace(opened(), closes=int(NOW) + 30 * 86400 + 1), Reason.malformed),
+        (lambda: msgspec.structs.replace(opened(), closes=2**63 - 1), Reason.malformed),
+        (lambda: msgspec.structs.replace(opened(), opened=2**62, closes=2**62), Reason.malformed),
+        (lambda: msgspec.structs.replace(closing(), answers_by=int(NOW) + 30 * 86400 + 1), Reason.malformed),
         (lambda: msgspec.structs.replace(opened(), seed=seed_of(1)), Reason.malformed),
         (lambda: msgspec.structs.replace(closing(), seed=b"x" * 32), Reason.broken_commitment),
         (lambda: msgspec.structs.replace(opened(), tasks=257), Reason.malformed),
@@ -233,6 +237,16 @@ def test_a_record_that_cannot_be_is_refused(record: Callable[[], Round], reason:
     with pytest.raises(Rejected) as refused:
         read(seal_round(KEYS[0], made, NOW), MANY if made.swarm == MANY.digest else MANIFEST)
     assert refused.value.reason is reason
+
+
+def test_the_longest_round_is_read_and_so_is_what_ends_one_that_a_clock_ahead_opened() -> None:
+    longest = msgspec.structs.replace(opened(), closes=int(NOW) + 30 * 86400)
+    assert read(seal_round(KEYS[0], longest, NOW)) == longest
+    ahead = 86400  # when it was opened
+    ended = msgspec.structs.replace(
+        closing(), opened=int(NOW) + ahead, closes=int(NOW) + ahead + 600, answers_by=int(NOW) + ahead + 60
+    )
+    assert read(seal_round(KEYS[0], ended, NOW)) == ended
 
 
 def test_only_coordinators_sign_rounds() -> None:
