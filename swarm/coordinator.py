@@ -34,6 +34,7 @@ from protocol.rounds import (
     State,
     advance,
     first,
+    leader_of,
     measured_mix,
     next_term,
     scaled,
@@ -51,7 +52,7 @@ from swarm.gate import AnnouncementGate
 from swarm.membership import Membership, NotAdmitted
 from swarm.reception import IDLE_ROUNDS, Reception
 from swarm.reports import Reports
-from swarm.rounds import Following, leads
+from swarm.rounds import Following
 from swarm.transport import Busy, Message, OversizeRequest, PeerConnected, Transport
 
 TICK_SECONDS = 0.5
@@ -132,8 +133,9 @@ class Coordinator:
     @property
     def leading(self) -> bool:
         """Whether this coordinator signs the rounds now."""
-        me = self._identity.peer_id
-        return me not in self.following.faults and leads(self.manifest, self.following.head, me)
+        me, record = self._identity.peer_id, self.following.round
+        # before the first record it is the primary
+        return me not in self.following.faults and leader_of(self.manifest, record.term if record else 0) == me
 
     def present(self) -> set[str]:
         """Members that were heard of lately."""

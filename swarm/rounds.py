@@ -30,8 +30,9 @@ from protocol.messages import (
     rounds_topic,
 )
 from protocol.rejection import Reason, Rejected
-from protocol.rounds import Round, check_successor, leader_of, open_round
+from protocol.rounds import Round, check_successor, open_round
 from swarm.allowance import Allowance
+from swarm.clocks import Ahead
 from swarm.database import StoreError
 from swarm.gate import JUDGED_ALIKE
 from swarm.round_log import Fault, Kept, RoundLog
@@ -75,6 +76,7 @@ class Following:
         self._random = random.Random(f"{seed}{transport.peer_id}")
         self._gossip = Allowance(GOSSIP_RATE, GOSSIP_BURST, clock)
         self._allowance = Allowance(ANSWER_RATE, ANSWER_BURST, clock)
+        self._ahead = Ahead(manifest, transport.peer_id, clock, on_event)
         self._waiting: dict[str, None] = {}
         """Whom to ask."""
         self._wake = asyncio.Event()
@@ -145,6 +147,8 @@ class Following:
         try:
             opened, record = open_round(sealed, self.manifest, self._clock())
         except Rejected as rejected:
+            if rejected.reason is Reason.from_future:
+                self._ahead.tell(sealed)
             if rejected.reason is Reason.broken_commitment:  # it proves itself
                 self._fault(Fault(self._signer(sealed), str(rejected.reason), rejected.detail, sealed, b""))
             return False
@@ -393,8 +397,3 @@ class Following:
                 await self._transport.publish(rounds_topic(self.manifest.digest), sealed)
         except (TransportError, TimeoutError):
             return  # members ask for it
-
-
-def leads(manifest: Manifest, head: Kept | None, peer: str) -> bool:
-    """Whether `peer` leads the term of this head; before there is one, the primary does."""
-    return leader_of(manifest, head.record.term if head else 0) == peer

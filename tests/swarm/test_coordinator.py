@@ -446,6 +446,27 @@ async def test_a_standby_that_slept_hears_its_leader_before_it_takes_over(hall: 
     await until(lambda: spare.coordinator.leading)
 
 
+async def test_members_are_told_of_a_coordinator_whose_clock_is_ahead(hall: Hall) -> None:
+    hall.clock.ahead = 3600
+    lead = await hall.leader()
+    hall.clock, ahead = Clock(), hall.clock
+    token = lead.membership.invite(uses=1, expires=ahead() + 60, role="member")
+    anna = await hall.member("anna", lead, token=token)
+    await until(lambda: anna.kinds("clock"))
+    await asyncio.sleep(0.5)  # it asks for the log some times
+    (said,) = anna.kinds("clock")
+    assert (
+        said.startswith(f"the clock of coordinator {lead.id[-8:]} is 3600 s ahead of this machine's: ")
+        or "3599" in said
+    )
+    forged = seal_round(who("eve"), lead.following.round, ahead())
+    assert not anna.following.hear(forged, "x")
+    assert len(anna.kinds("clock")) == 1
+    assert not lead.kinds("clock")
+    ahead.ahead = 0
+    await until(lambda: anna.entering.listed and anna.following.round is not None)
+
+
 async def test_a_leader_whose_clock_was_ahead_goes_on_when_it_is_set(hall: Hall) -> None:
     hall.clock.ahead = 3600
     lead = await hall.leader(settle=0.2)
