@@ -30,4 +30,6 @@ class Ahead:
             return
         if opened.producer != self._me and self._told.take(opened.producer):
             said = f"{opened.producer[-8:]} is {opened.issued - now:.0f} s ahead of this machine's"
-            self._on_event("clock", f"the clock of coordinator {said}: its rounds are not taken here until one of them is set")
+            self._on_event(
+                "clock", f"the clock of coordinator {said}: its rounds are not taken here until one of them is set"
+            )
