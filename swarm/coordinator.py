@@ -46,6 +46,7 @@ from protocol.rules import check_announcement
 from swarm.access import Access
 from swarm.allowance import Allowance
 from swarm.attendance import PRESENT_SECONDS, Attendance
+from swarm.complaints import Complaints
 from swarm.database import StoreError
 from swarm.evaluation import LATE_SECONDS, Evaluation, Score, ScoringUnavailable, most_bytes
 from swarm.gate import AnnouncementGate
@@ -65,8 +66,6 @@ ASK_RATE, ASK_BURST = 0.5, 8.0
 """Requests to enter, or reports, a second from one peer, and at once."""
 REVISE_SECONDS = 5.0
 """Between two member lists, but for a kick: each is pulled by every member."""
-OFFENCES = 8
-"""Of one peer in an hour, and at once, before it is banned."""
 MAX_WAITING = 256 << 20
 """Bytes of answers that wait to be scored; who comes later is asked to come again."""
 BUSY_SECONDS = 5.0
@@ -111,8 +110,8 @@ class Coordinator:
         self._led_since = self._started
         """When it last did not lead, or its clock was set."""
         self._asks = Allowance(ASK_RATE, ASK_BURST, clock)
-        self._told, self._offences = Allowance(1 / 60, 1, clock), Allowance(OFFENCES / 3600, OFFENCES, clock)
         self.access = Access(transport, manifest, clock, on_event=on_event)
+        self._complaints = Complaints(self.access.bans, manifest.coordinators, clock, on_event)
         self._attendance = Attendance(reports, self.access, manifest.coordinators, clock)
         self._reception = Reception(
             transport, manifest, following, membership, reports, self._attendance, clock, pace,
@@ -126,7 +125,7 @@ class Coordinator:
         self._revised = -math.inf
         following.on_members = self.access.take
         following.on_asked = self._attendance.saw
-        following.on_offence = self._note
+        following.on_offence = self._complaints.note
         if following.members is not None:
             self.access.take(following.members)
 
@@ -178,7 +177,7 @@ class Coordinator:
                 try:
                     self.following.hear(event.data, event.forwarder)
                 except StoreError as error:  # it is asked for again
-                    self._on_event("store", str(error))
+                    self._complaints.trouble("store", str(error))
             elif isinstance(event, Message):
                 self._heard_group(event.data)
             elif isinstance(event, PeerConnected):
@@ -187,7 +186,7 @@ class Coordinator:
             elif isinstance(event, OversizeRequest):
                 if event.protocol == REPORT_PROTOCOL and self.access.takes_part(event.peer):
                     continue  # a member's answers are as long as its model makes them
-                self._note(Rejected(Reason.too_large, f"a request on {event.protocol}"), event.peer)
+                self._complaints.note(Rejected(Reason.too_large, f"a request on {event.protocol}"), event.peer)
             await asyncio.sleep(0)
 
     def _heard_group(self, sealed: bytes) -> None:
@@ -205,8 +204,9 @@ class Coordinator:
             await asyncio.sleep(TICK_SECONDS)
             try:
                 await self.step()
+                self._complaints.over("store")
             except StoreError as error:  # a full disk may be emptied; nothing is signed meanwhile
-                self._on_event("store", str(error))
+                self._complaints.trouble("store", str(error))
 
     async def step(self) -> None:
         """Look at the clock, the members and the other coordinators once, and sign what is to be signed."""
@@ -323,8 +323,9 @@ class Coordinator:
             try:
                 if self.leading and record is not None and record.state is State.closing:
                     busy = await self._evaluation.score_next(record)
+                    self._complaints.over("evaluate")
             except (ScoringUnavailable, StoreError) as error:
-                self._on_event("evaluate", f"answers wait to be scored: {error}")
+                self._complaints.trouble("evaluate", f"answers wait to be scored: {error}")
             # answers that are all too long are done without a wait, and must not keep the loop
             await asyncio.sleep(0.0 if busy else TICK_SECONDS)
 
@@ -391,15 +392,5 @@ class Coordinator:
             return msgspec.msgpack.decode(data, type=kind)
         except (msgspec.DecodeError, RecursionError) as error:
             rejected = Rejected(Reason.malformed, f"{kind.__name__}: {error}")
-            self._note(rejected, peer)
+            self._complaints.note(rejected, peer)
             raise rejected from error
-
-    def _note(self, rejected: Rejected, peer: str) -> None:
-        """What no honest peer sends is told once a minute, and banned until the next start when it goes on."""
-        if peer in self.manifest.coordinators:
-            return
-        if self._told.take(peer):
-            self._on_event("rejected", f"{peer[-8:]}: {rejected.reason}: {rejected.detail}")
-        if not self._offences.take(peer):
-            self._on_event("banned", f"{peer} is banned: too many offences, the last one {rejected.reason}")
-            self.access.bans.ban(peer, "reputation")
