@@ -137,7 +137,7 @@ class Daemon:
             self.transport,
             (*swarm.bootstrap, *self.config.network.bootstrap),
             swarm.manifest_digest,
-            clock=clock,
+            clock=time.monotonic,
         )
 
     async def main(self, steps: int | None, stay: bool) -> int:

@@ -23,6 +23,7 @@ from protocol.rollout import TaskRef
 from protocol.rounds import Round, State
 from swarm.access import Access
 from swarm.entering import Entering, send_report
+from swarm.evaluation import within_bounds
 from swarm.round_log import RoundLog
 from swarm.rounds import Following
 from swarm.transport import Transport, TransportError
@@ -38,6 +39,8 @@ SEND_SECONDS = 3.0
 """Between two tries to hand in answers."""
 LEAST_SECONDS = 2.0
 """With less time left, answers are not begun."""
+SHARE = 0.25
+"""Of a node's time that answers may take in the long run, however fast rounds follow each other; at once, a stage's."""
 
 
 class Rounds:
@@ -70,6 +73,10 @@ class Rounds:
         self._report: ReportRequest | None = None
         self._seed = b""
         """Of the tasks that the report answers."""
+        self._spent, self._spent_at = 0.0, clock()
+        """Seconds that answers took and that are not made up for yet."""
+        self._put_off = 0
+        """The last round whose answers had to wait for that."""
         self._told: tuple[int, str] | None = None
         """Round and coordinator that the last report went to."""
 
@@ -97,14 +104,23 @@ class Rounds:
         record = self.following.round
         if record is None or record.state is not State.closing or not self._is_wanted(record):
             return
+        # how much is asked for, and how often, is the coordinator's word: it must not keep a node from training
+        most = parts.config.limits.stage_seconds
+        left = most - self._owed()
+        if left < most / 2:
+            if self._put_off != record.number:
+                self._put_off = record.number
+                said = f"answers took more than {SHARE:.0%} of the time lately"
+                self._on_event("round", f"round {record.number} is not answered yet: {said}")
+            return
         refs = [
             round_task(self.manifest, record.seed, spec.name, index)
             for spec in self.manifest.environments
             for index in range(record.tasks)
         ]
         seeds = [sampling_seed(parts.config.node.seed, "round", ref.environment, ref.seed, ref.index) for ref in refs]
-        # how much is asked for is the coordinator's word: it must not keep a node from training
-        seconds = min(record.answers_by - self._clock(), parts.config.limits.stage_seconds)
+        began = self._clock()
+        seconds = min(record.answers_by - began, left)
         rollouts = []
         async with parts.progress.during("evaluate"):
             try:
@@ -117,14 +133,28 @@ class Rounds:
                 self._on_event("round", f"round {record.number} is not answered: {said}")
             except (ScorerError, RequestTooLong) as error:
                 self._on_event("round", f"round {record.number} is not answered: {error}")
+        self._spent += max(0.0, min(seconds, self._clock() - began))
+        self._seed, self._report = record.seed, None
+        if not rollouts:
+            return
         counts, self.trained = self.trained, Counter()
-        self._seed = record.seed
-        self._report = ReportRequest(
+        report = ReportRequest(
             self.manifest.digest,
             record.number,
             tuple(text for rollout in rollouts for text in rollout.texts),
             tuple(Trained(peer, groups) for peer, groups in counts.most_common(MAX_TRAINED)),
         )
+        self._report, left_out = within_bounds(self.manifest, report)
+        if left_out:
+            said = f"{left_out} of its {len(report.answers)} answers are too long to be handed in, and score 0"
+            self._on_event("round", f"round {record.number}: {said}")
+
+    def _owed(self) -> float:
+        """Seconds of answering that training has not made up for: with SHARE of the time that passes they are."""
+        now = self._clock()
+        self._spent = max(0.0, self._spent - SHARE * max(0.0, now - self._spent_at))
+        self._spent_at = now
+        return self._spent
 
     def _is_wanted(self, record: Round) -> bool:
         """Whether there is time for this node's answers, and they were not made yet."""
@@ -141,7 +171,7 @@ class Rounds:
         while True:
             await asyncio.sleep(SEND_SECONDS)
             report, record, leader = self._report, self.following.round, self.following.leader
-            if report is None or record is None or leader is None or not report.answers:
+            if report is None or record is None or leader is None:
                 continue
             if record.state is not State.closing or record.seed != self._seed or self._told == (record.number, leader):
                 continue

@@ -9,6 +9,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from statistics import median
 from typing import Annotated, Literal
 
 import msgspec
@@ -171,10 +172,13 @@ def fitted(board: Board) -> Board:
 
 
 def pass_rates(board: Board, environments: Sequence[str]) -> dict[str, float | None]:
-    """Mean held-out score of each environment over the members that answered it; None where nobody did."""
+    """Held-out score of each environment in the median of the members that answered it; None where nobody did.
+
+    The median: what one member hands in need not come from a model, and must not steer the mix.
+    """
     rates: dict[str, float | None] = {}
     for i, name in enumerate(environments):
         scores = [one.scores[i] for one in board.standings if i < len(one.scores)]
         answered = [score for score in scores if score is not None]
-        rates[name] = sum(answered) / len(answered) if answered else None
+        rates[name] = median(answered) if answered else None
     return rates

@@ -16,15 +16,18 @@ from typing import Annotated
 
 import msgspec
 
-from protocol.envelope import Domain, Opened, seal, unseal
+from protocol.envelope import MAX_CLOCK_SKEW, Domain, Opened, seal, unseal
 from protocol.identity import Identity
 from protocol.manifest import MAX_COORDINATORS, Manifest
-from protocol.messages import MAX_ANNOUNCEMENT_BYTES, Digest
+from protocol.messages import MAX_ANNOUNCEMENT_BYTES, MAX_ANSWERS, Digest
 from protocol.rejection import Reason, Rejected
 from protocol.rollout import UInt63
 
 LIFETIME = 2**31 - 1
 """Seconds: a log is to be read years later."""
+FARTHEST = 30 * 86400
+"""Seconds that a round is open at most, and that a record's times are ahead of when it was signed: what a coordinator's
+settings allow, and what is left of a clock that was ahead and was set, whose round must still be ended."""
 LEAST_MIX = 0.1
 """Share of its weight that an environment keeps however easy or hard it is: else it would never be measured again."""
 
@@ -85,7 +88,7 @@ class Pace:
     least_members: int
     """Present ones, for a round to open."""
     quorum: float
-    """Share of the present members that must be through for a round to close before its time."""
+    """Share of the members that are waited for that must be through for a round to close before its time."""
     groups: int
     """Groups that a member publishes to be through with a round; 0: rounds close at their time only."""
     tasks: int
@@ -100,6 +103,8 @@ class Facts:
     """Digest of the member list."""
     present: int
     """Members that were heard of lately."""
+    awaited: int
+    """Members that an early end of a round waits for: after a coordinator's start those that may yet come back, too."""
     through: int
     """Of them, those that are through with the open round."""
     board: bytes
@@ -127,7 +132,7 @@ def advance(
     match head.state:
         case State.waiting if facts.present >= pace.least_members:
             after = _opening(head.number, now, facts, pace, seed_of)
-        case State.open if now >= head.closes or _quorum(facts, pace):
+        case State.open if is_over(head.closes, now, pace.round_seconds) or _quorum(facts, pace):
             after = {
                 "state": State.closing,
                 "seed": seed_of(head.number),
@@ -147,6 +152,14 @@ def advance(
     return None
 
 
+def is_over(until: float, now: float, seconds: float) -> bool:
+    """Whether a time that was at most `seconds` away when it was set is over.
+
+    One that is still further away was set by a clock that was wrong, or by who wants a round never to end.
+    """
+    return not now < until <= now + seconds + MAX_CLOCK_SKEW
+
+
 def _opening(number: int, now: float, facts: Facts, pace: Pace, seed_of: Callable[[int], bytes]) -> dict[str, object]:
     return {
         "state": State.open,
@@ -160,7 +173,7 @@ def _opening(number: int, now: float, facts: Facts, pace: Pace, seed_of: Callabl
 
 
 def _quorum(facts: Facts, pace: Pace) -> bool:
-    return pace.groups > 0 and facts.present > 0 and facts.through >= pace.quorum * facts.present
+    return pace.groups > 0 and facts.awaited > 0 and facts.through >= pace.quorum * facts.awaited
 
 
 def take_over(
@@ -219,7 +232,7 @@ def open_round(sealed: bytes, manifest: Manifest, now: float) -> tuple[Opened, R
         raise Rejected(Reason.wrong_swarm, f"a round of swarm {record.swarm.hex()[:12]}")
     if not manifest.coordinators or opened.producer != leader_of(manifest, record.term):
         raise Rejected(Reason.wrong_producer, f"{opened.producer} does not lead term {record.term}")
-    problem = _problem(record, manifest)
+    problem = _problem(record, manifest, opened.issued)
     if problem:
         raise Rejected(Reason.malformed, f"round {record.number}, {record.state.name}: {problem}")
     if record.seed and commitment_of(record.seed) != record.commitment:
@@ -230,18 +243,22 @@ def open_round(sealed: bytes, manifest: Manifest, now: float) -> tuple[Opened, R
     return opened, record
 
 
-def _problem(record: Round, manifest: Manifest) -> str:
+def _problem(record: Round, manifest: Manifest, issued: int) -> str:
     """What is wrong with a record's form; empty: nothing."""
     has = {name: len(getattr(record, name)) for name in ("previous", "commitment", "seed", "board")}
     if any(length not in (0, 32) for length in has.values()):
         return "a digest has 32 bytes"
     if len(record.mix) != len(manifest.environments) or not any(record.mix):
         return "the mix has a weight for each environment, not all of them 0"
+    if len(record.mix) * record.tasks * record.samples > MAX_ANSWERS:
+        return f"more than the {MAX_ANSWERS} answers that a report holds are asked for"
     for name, since in (("commitment", State.open), ("seed", State.closing), ("board", State.evaluated)):
         if bool(has[name]) != (record.state >= since):
             return f"{name} is there from {since.name} on"
-    if record.closes < record.opened:
-        return "it closes before it opens"
+    if not 0 <= record.closes - record.opened <= FARTHEST:
+        return f"it closes before it opens, or more than {FARTHEST} s after"
+    if max(record.opened, record.answers_by) > issued + FARTHEST:
+        return f"it names a time that is more than {FARTHEST} s ahead"
     return ""
 
 

@@ -50,6 +50,15 @@ class Access:
         """Whether groups of this producer are not taken."""
         return self.refused(producer) or producer in self._observers
 
+    def takes_part(self, peer: str) -> bool:
+        """Whether this peer is a listed member, and no observer."""
+        return peer in self._listed and peer not in self._observers
+
+    @property
+    def members(self) -> int:
+        """How many are listed."""
+        return len(self._listed)
+
     def take(self, members: MemberList) -> None:
         """A new list."""
         kicked = frozenset(members.kicked) - self._always

@@ -7,13 +7,12 @@ where the swarm is listed. What it signed and was handed in is on disk first, so
 
 import asyncio
 import math
-from collections import Counter
 from collections.abc import Callable
 from typing import TypeVar
 
 import msgspec
 
-from protocol.board import MAX_MEMBERS, MemberList, list_bytes, pass_rates
+from protocol.board import MemberList, list_bytes, pass_rates
 from protocol.identity import Identity
 from protocol.manifest import Manifest
 from protocol.messages import (
@@ -35,6 +34,7 @@ from protocol.rounds import (
     State,
     advance,
     first,
+    leader_of,
     measured_mix,
     next_term,
     scaled,
@@ -45,35 +45,30 @@ from protocol.rounds import (
 from protocol.rules import check_announcement
 from swarm.access import Access
 from swarm.allowance import Allowance
+from swarm.attendance import PRESENT_SECONDS, Attendance
+from swarm.complaints import Complaints
 from swarm.database import StoreError
 from swarm.evaluation import LATE_SECONDS, Evaluation, Score, ScoringUnavailable, most_bytes
 from swarm.gate import AnnouncementGate
-from swarm.membership import Membership, NotAdmitted, network_of
+from swarm.membership import Membership, NotAdmitted
+from swarm.reception import IDLE_ROUNDS, Reception
 from swarm.reports import Reports
-from swarm.rounds import Following, leads
+from swarm.rounds import Following
 from swarm.transport import Busy, Message, OversizeRequest, PeerConnected, Transport
 
 TICK_SECONDS = 0.5
-PRESENT_SECONDS = 150.0
-"""A member that was not heard of for so long is not present. Each asks for the log every 30 s (swarm.rounds)."""
 SETTLE_SECONDS = 5.0
 """After a start: whoever took over meanwhile is heard of before anything is signed."""
+STEP_SECONDS = 10.0
+"""Between two looks at the clock; after more the machine slept, or its clock was set: it is like a start."""
 MAX_SHARDS = 64
 ASK_RATE, ASK_BURST = 0.5, 8.0
 """Requests to enter, or reports, a second from one peer, and at once."""
 REVISE_SECONDS = 5.0
 """Between two member lists, but for a kick: each is pulled by every member."""
-IDLE_ROUNDS = 4
-"""Rounds in which a member of an open swarm supplied nothing, after which it makes room where the list is full."""
-NETWORK_SECONDS = 3600.0
-"""In which one network may bring so many new members as `from_network` says."""
-OFFENCES = 8
-"""Of one peer in an hour, and at once, before it is banned."""
-MAX_COUNTED = 1 << 18
 MAX_WAITING = 256 << 20
 """Bytes of answers that wait to be scored; who comes later is asked to come again."""
 BUSY_SECONDS = 5.0
-"""Groups counted in one round."""
 
 _Request = TypeVar("_Request", EnterRequest, ReportRequest)
 
@@ -104,50 +99,56 @@ class Coordinator:
         self._transport, self._identity, self.manifest = transport, identity, manifest
         self.following, self.membership, self.reports = following, membership, reports
         self._clock, self.pace, self._patience = clock, pace, patience
-        self._evaluation = Evaluation(manifest, following, membership, reports, score, clock, on_event)
+        self._evaluation = Evaluation(
+            manifest, following, membership, reports, score, clock, on_event, pace.answer_seconds
+        )
         self._measured, self._settle, self._on_event = measured, settle, on_event
         self._started = clock()
-        self._seen: dict[str, float] = {}
-        """When each peer was last heard of."""
-        self._announced: Counter[str] = Counter()
-        """Groups by producer that are not counted on disk yet."""
-        self._counted: set[bytes] = set()
-        """Groups that were counted in this round."""
+        """Or when the clock was set."""
+        self._looked = self._started
+        """At the clock."""
+        self._led_since = self._started
+        """When it last did not lead, or its clock was set."""
         self._asks = Allowance(ASK_RATE, ASK_BURST, clock)
-        self._told, self._offences = Allowance(1 / 60, 1, clock), Allowance(OFFENCES / 3600, OFFENCES, clock)
-        self._newcomers = Allowance(from_network / NETWORK_SECONDS, from_network, clock) if from_network else None
-        """By network."""
         self.access = Access(transport, manifest, clock, on_event=on_event)
+        self._complaints = Complaints(self.access.bans, manifest.coordinators, clock, on_event)
+        self._attendance = Attendance(reports, self.access, manifest.coordinators, clock)
+        self._reception = Reception(
+            transport, manifest, following, membership, reports, self._attendance, clock, pace,
+            from_network=from_network,
+        )  # fmt: skip
         self._gate = AnnouncementGate(manifest, clock, banned=self.access.barred)
+        self._number = 0
+        """Of the round that is counted for."""
         self._members: MemberList | None = None
         """The list as records name it."""
         self._revised = -math.inf
         following.on_members = self.access.take
-        following.on_asked = self._saw
-        following.on_offence = self._note
+        following.on_asked = self._attendance.saw
+        following.on_offence = self._complaints.note
         if following.members is not None:
             self.access.take(following.members)
 
     @property
     def leading(self) -> bool:
         """Whether this coordinator signs the rounds now."""
-        me = self._identity.peer_id
-        return me not in self.following.faults and leads(self.manifest, self.following.head, me)
+        me, record = self._identity.peer_id, self.following.round
+        # before the first record it is the primary
+        return me not in self.following.faults and leader_of(self.manifest, record.term if record else 0) == me
 
     def present(self) -> set[str]:
         """Members that were heard of lately."""
-        now = self._clock()
         for peer in self._transport.peers():
-            self._saw(peer)
-        wanted = {one.peer for one in self.membership.members() if one.role == "member"}
-        return {peer for peer in wanted if now - self._seen.get(peer, -math.inf) <= PRESENT_SECONDS}
+            self._attendance.saw(peer)
+        return self._attendance.present(self._members_listed())
 
     def heard(self) -> dict[str, float]:
         """When each other coordinator was last heard of: it answered, signed, or asked for the log."""
         heard = self.following.heard()
         for one in self.manifest.coordinators:
-            if one in self._seen:
-                heard[one] = max(heard.get(one, -math.inf), self._seen[one])
+            last = max(heard.get(one, -math.inf), self._attendance.last_seen(one))
+            if last > -math.inf:
+                heard[one] = last
         return heard
 
     # -- the service -----------------------------------------------------------------------------------------
@@ -176,14 +177,16 @@ class Coordinator:
                 try:
                     self.following.hear(event.data, event.forwarder)
                 except StoreError as error:  # it is asked for again
-                    self._on_event("store", str(error))
+                    self._complaints.trouble("store", str(error))
             elif isinstance(event, Message):
                 self._heard_group(event.data)
             elif isinstance(event, PeerConnected):
-                self._saw(event.peer)
+                self._attendance.saw(event.peer)
                 self.following.met(event.peer)
             elif isinstance(event, OversizeRequest):
-                self._note(Rejected(Reason.too_large, f"a request on {event.protocol}"), event.peer)
+                if event.protocol == REPORT_PROTOCOL and self.access.takes_part(event.peer):
+                    continue  # a member's answers are as long as its model makes them
+                self._complaints.note(Rejected(Reason.too_large, f"a request on {event.protocol}"), event.peer)
             await asyncio.sleep(0)
 
     def _heard_group(self, sealed: bytes) -> None:
@@ -192,16 +195,7 @@ class Coordinator:
             opened, announcement = check_announcement(sealed, self.manifest, self._clock(), banned=self.access.barred)
         except Rejected:
             return
-        self._saw(opened.producer)
-        if announcement.group not in self._counted and len(self._counted) < MAX_COUNTED:
-            self._counted.add(announcement.group)
-            self._announced[opened.producer] += 1
-
-    def _saw(self, peer: str) -> None:
-        self._seen.pop(peer, None)
-        self._seen[peer] = self._clock()
-        if len(self._seen) > 2 * MAX_MEMBERS:
-            del self._seen[next(iter(self._seen))]
+        self._attendance.announced(opened.producer, announcement.group)
 
     # -- pacing ----------------------------------------------------------------------------------------------
 
@@ -210,16 +204,23 @@ class Coordinator:
             await asyncio.sleep(TICK_SECONDS)
             try:
                 await self.step()
+                self._complaints.over("store")
             except StoreError as error:  # a full disk may be emptied; nothing is signed meanwhile
-                self._on_event("store", str(error))
+                self._complaints.trouble("store", str(error))
 
     async def step(self) -> None:
         """Look at the clock, the members and the other coordinators once, and sign what is to be signed."""
         now, head = self._clock(), self.following.head
+        if not 0 <= now - self._looked <= STEP_SECONDS:
+            self._start_anew(now)
+        self._looked = now
         if now - self._started < self._settle:
             return
-        self._count_heard()
+        if head is not None:
+            self._attendance.write(head.record.number)
+            self._follow_round(head.record.number)
         if not self.leading:
+            self._led_since = now
             await self._stand_by(now)
             return
         facts = self._facts()
@@ -229,6 +230,19 @@ class Coordinator:
             record = advance(head.record, head.digest, now, facts, self.pace, self._seed_of(head.record.term))
         if record is not None:
             await self._sign(record, now)
+
+    def _start_anew(self, now: float) -> None:
+        """Nothing that was noted by the clock before says how long ago it was."""
+        self._started = self._led_since = now
+        self._revised = -math.inf
+        self._attendance.set_clock(now)
+
+    def _follow_round(self, number: int) -> None:
+        """Forget what is of rounds long ago, whoever signs the present one."""
+        if number != self._number:
+            self._attendance.begin_round()
+            self.reports.forget_before(number - 1, heard=number - IDLE_ROUNDS)
+            self._number = number
 
     async def _stand_by(self, now: float) -> None:
         """Take over where the leader has been silent for long, or was proven false."""
@@ -242,6 +256,8 @@ class Coordinator:
             silent, wait = now - self._started, self._patience * (turn - 1)
         else:
             heard = self.following.heard_from(last.coordinator) or -math.inf
+            if heard > now:  # by a clock that was ahead
+                heard = -math.inf
             silent, wait = now - max(heard, self._started), self._patience * turn
         if silent <= wait:
             return
@@ -257,23 +273,33 @@ class Coordinator:
     async def _sign(self, record: Round, now: float) -> None:
         before = self.following.round
         await self.following.publish(seal_round(self._identity, record, now))
+        self._looked = self._clock()  # gossip may have taken its time
         if before is None or (before.number, before.state) != (record.number, record.state):
             self._on_event("round", f"round {record.number} is {record.state.name}")
-        if record.state is State.open and (before is None or before.state is not State.open):
-            self._counted.clear()
-            self.reports.forget_before(record.number - 1, heard=record.number - IDLE_ROUNDS)
 
     def _facts(self) -> Facts:
         record, present = self.following.round, self.present()
         number = record.number if record else 1
+        awaited = self._awaited(present)
         through = self.reports.heard(number, number) if self.pace.groups else {}
         return Facts(
             members=self._list_digest(),
             present=len(present),
-            through=sum(through.get(peer, 0) >= self.pace.groups for peer in present),
-            board=self._evaluation.board(record, present) if record and record.state is State.closing else b"",
+            awaited=len(awaited),
+            through=sum(through.get(peer, 0) >= self.pace.groups for peer in awaited),
+            board=self._evaluation.board(record, awaited) if record and record.state is State.closing else b"",
             mix=self._mix(),
         )
+
+    def _awaited(self, present: set[str]) -> set[str]:
+        """Members without whom a round does not end before its time: those that are present. Who leads since lately
+        cannot know who they are, and must not take those that came back first for all."""
+        if self._clock() - self._led_since > PRESENT_SECONDS:
+            return present
+        return self._members_listed()
+
+    def _members_listed(self) -> set[str]:
+        return {one.peer for one in self.membership.members() if one.role == "member"}
 
     def _list_digest(self) -> bytes:
         """Digest of the member list for the next record, kept where members ask for it."""
@@ -297,16 +323,11 @@ class Coordinator:
             try:
                 if self.leading and record is not None and record.state is State.closing:
                     busy = await self._evaluation.score_next(record)
+                    self._complaints.over("evaluate")
             except (ScoringUnavailable, StoreError) as error:
-                self._on_event("evaluate", f"answers wait to be scored: {error}")
+                self._complaints.trouble("evaluate", f"answers wait to be scored: {error}")
             # answers that are all too long are done without a wait, and must not keep the loop
             await asyncio.sleep(0.0 if busy else TICK_SECONDS)
-
-    def _count_heard(self) -> None:
-        record = self.following.round
-        if self._announced and record is not None:
-            self.reports.hear(record.number, self._announced)
-            self._announced.clear()
 
     # -- what members ask ------------------------------------------------------------------------------------
 
@@ -319,43 +340,13 @@ class Coordinator:
             answer = EnterResponse("", f"{self.following.leader or 'nobody'} leads now")
         else:
             try:
-                role = self._let_in(peer, request.token)
+                role = self._reception.let_in(peer, request.token)
                 answer = EnterResponse(role, "")
-                self._saw(peer)
                 self.access.admit(peer, role)
+                self._attendance.saw(peer)
             except NotAdmitted as refused:
                 answer = EnterResponse("", str(refused))
         return msgspec.msgpack.encode(answer)
-
-    def _let_in(self, peer: str, token: bytes) -> str:
-        """The peer's role. Raises NotAdmitted, Busy."""
-        newcomer = self.membership.role_of(peer) is None
-        if token or not newcomer or self.manifest.listed_only or self._newcomers is None:
-            return self.membership.enter(peer, token, self._idle)
-        connection = self._transport.connections().get(peer)
-        if connection is None or not connection.host:
-            raise Busy(1.0)  # it has only just connected
-        network = network_of(connection.host)
-        if not self._newcomers.take(network):
-            raise NotAdmitted(f"many peers of {network} came in lately; ask later, or with an invite")
-        try:
-            return self.membership.enter(peer, token, self._idle)
-        except NotAdmitted:
-            self._newcomers.spend(network, -1)
-            raise
-
-    def _idle(self) -> list[str]:
-        """Members that supplied nothing for IDLE_ROUNDS: who never earned credit and is not there comes first."""
-        number = self.following.round.number if self.following.round else 1
-        supplied = {*self.reports.heard(number - IDLE_ROUNDS, number), *self._announced}
-        supplied |= self.reports.reporters(number) | self.reports.reporters(number - 1)
-        since = self._clock() - IDLE_ROUNDS * (self.pace.round_seconds + self.pace.answer_seconds)
-        credited = {one.peer for one in self.following.board.standings if one.credit} if self.following.board else set()
-        present = self.present()
-        idle = [one for one in self.membership.members() if one.since <= since and one.peer not in supplied]
-        return [
-            one.peer for one in sorted(idle, key=lambda one: (one.peer in credited, one.peer in present, one.since))
-        ]
 
     async def _report(self, peer: str, data: bytes) -> bytes:
         if self.access.barred(peer):
@@ -364,7 +355,7 @@ class Coordinator:
         request = self._decoded(peer, data, ReportRequest)
         if request.swarm != self.manifest.digest:
             raise Rejected(Reason.wrong_swarm, f"asked about swarm {request.swarm.hex()[:12]}")
-        self._saw(peer)
+        self._attendance.saw(peer)
         refused = self._refusal(peer, request)
         if not refused and self.reports.waiting_bytes + len(data) > MAX_WAITING:
             raise Busy(BUSY_SECONDS)
@@ -401,15 +392,5 @@ class Coordinator:
             return msgspec.msgpack.decode(data, type=kind)
         except (msgspec.DecodeError, RecursionError) as error:
             rejected = Rejected(Reason.malformed, f"{kind.__name__}: {error}")
-            self._note(rejected, peer)
+            self._complaints.note(rejected, peer)
             raise rejected from error
-
-    def _note(self, rejected: Rejected, peer: str) -> None:
-        """What no honest peer sends is told once a minute, and banned until the next start when it goes on."""
-        if peer in self.manifest.coordinators:
-            return
-        if self._told.take(peer):
-            self._on_event("rejected", f"{peer[-8:]}: {rejected.reason}: {rejected.detail}")
-        if not self._offences.take(peer):
-            self._on_event("banned", f"{peer} is banned: too many offences, the last one {rejected.reason}")
-            self.access.bans.ban(peer, "reputation")

@@ -4,12 +4,14 @@ import math
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
+import msgspec
+
 from protocol.assignment import round_task
 from protocol.board import Report, fitted, list_bytes, next_board
 from protocol.manifest import EnvironmentSpec, Manifest
-from protocol.messages import ReportRequest
+from protocol.messages import MAX_REPORT_BYTES, ReportRequest
 from protocol.rollout import TaskRef
-from protocol.rounds import Round
+from protocol.rounds import Round, is_over
 from swarm.membership import Membership
 from swarm.reports import Reports
 from swarm.rounds import Following
@@ -32,6 +34,26 @@ Score = Callable[[Sequence[tuple[TaskRef, str]]], Awaitable[Sequence[float]]]
 def most_bytes(spec: EnvironmentSpec) -> int:
     """The longest answer to a task of this environment that is scored at all."""
     return min(MAX_TEXT_BYTES, BYTES_PER_TOKEN * (spec.max_tokens or MAX_TEXT_BYTES))
+
+
+def within_bounds(manifest: Manifest, report: ReportRequest) -> tuple[ReportRequest, int]:
+    """A whole report as a coordinator takes it, and how many of its answers were left out for that.
+
+    Those that are too long to be scored go first, then the longest until the rest fits a request: an empty answer
+    scores 0, and a request that is too large loses all of them.
+    """
+    each = len(report.answers) // len(manifest.environments)
+    most = [most_bytes(spec) for spec in manifest.environments for _ in range(each)]
+    sizes = [len((text or "").encode()) for text in report.answers]
+    out = {n for n, size in enumerate(sizes) if size > most[n]}
+    over = len(msgspec.msgpack.encode(report)) - sum(sizes[n] for n in out) - MAX_REPORT_BYTES
+    for n in sorted(set(range(len(sizes))) - out, key=sizes.__getitem__, reverse=True):
+        if over <= 0:
+            break
+        out.add(n)
+        over -= sizes[n]
+    answers = tuple("" if n in out else text for n, text in enumerate(report.answers))
+    return msgspec.structs.replace(report, answers=answers), len(out)
 
 
 class ScoringUnavailable(Exception):
@@ -67,9 +89,11 @@ class Evaluation:
         score: Score,
         clock: Callable[[], float],
         tell: Callable[[str, str], None],
+        answer_seconds: int,
     ) -> None:
         self._manifest, self._following, self._membership = manifest, following, membership
         self._reports, self._score, self._clock, self._tell = reports, score, clock, tell
+        self._answer_seconds = answer_seconds
         self._number = 0
         """Of the round that `_begun` is of."""
         self._begun: dict[str, _Begun] = {}
@@ -116,21 +140,21 @@ class Evaluation:
         items = [
             (round_task(self._manifest, record.seed, spec.name, n // record.samples), text)
             for n, text in enumerate(some, first)
-            if text is not None and len(text.encode()) <= most  # a longer one scores 0
+            if text and len(text.encode()) <= most  # a longer one scores 0, and so does what was left out
         ]
         # what an environment calls nan or infinite is worth nothing: it must not reach a board
         rewards = filter(math.isfinite, await self._score(items)) if items else ()
         begun.sums[number] += math.fsum(rewards)
         begun.at += len(some)
 
-    def board(self, record: Round, present: set[str]) -> bytes:
-        """Digest of the closing round's board, once everybody has answered or the time is over, and all is scored;
-        empty until then. Raises StoreError."""
-        number, now = record.number, self._clock()
-        everybody = bool(present) and present <= self._reports.reporters(number)
-        if now < record.answers_by + LATE_SECONDS and not everybody:
+    def board(self, record: Round, awaited: set[str]) -> bytes:
+        """Digest of the closing round's board, once all who are waited for have answered or the time is over, and all
+        is scored; empty until then. Raises StoreError."""
+        number = record.number
+        everybody = bool(awaited) and awaited <= self._reports.reporters(number)
+        if not (everybody or self._is_over(record, LATE_SECONDS)):
             return b""
-        if now < record.answers_by + SCORING_SECONDS and self._reports.unscored(number):
+        if self._reports.unscored(number) and not self._is_over(record, SCORING_SECONDS):
             return b""
         before = self._following.board
         board = next_board(
@@ -144,6 +168,10 @@ class Evaluation:
         digest, body = list_bytes(fitted(board))
         self._following.keep_list(digest, body)
         return digest
+
+    def _is_over(self, record: Round, later: float) -> bool:
+        """Whether the time for answers is over by so many seconds."""
+        return is_over(record.answers_by + later, self._clock(), self._answer_seconds + later)
 
 
 def _means(record: Round, report: ReportRequest, sums: Sequence[float]) -> tuple[float | None, ...]:

@@ -65,8 +65,11 @@ class Membership:
         now = self._clock()
         with self._db.transaction():
             self._db.execute("DELETE FROM coordinator_invites WHERE expires <= ?", now)
+            # never the id of one that a member came in by, whose invite is deleted by now
             self._db.execute(
-                "INSERT INTO coordinator_invites (token, role, uses, expires, made_at) VALUES (?,?,?,?,?)",
+                "INSERT INTO coordinator_invites (id, token, role, uses, expires, made_at) VALUES ("
+                "1 + MAX((SELECT IFNULL(MAX(id), 0) FROM coordinator_invites),"
+                " (SELECT IFNULL(MAX(invite), 0) FROM coordinator_members)),?,?,?,?,?)",
                 _hash(token), role, uses, expires, now,
             )  # fmt: skip
         return token
@@ -111,20 +114,30 @@ class Membership:
         leave = "DELETE FROM coordinator_members WHERE peer = ? AND role = 'member' AND invite IS NULL"
         return any(self._db.execute(leave, peer) for peer in idle)
 
-    def kick(self, peer: str, reason: str) -> None:
-        """Take a peer off the list and keep it off. Raises NoSuchMember."""
+    def kick(self, peer: str, reason: str) -> int:
+        """Take a peer off the list and keep it off. Raises NoSuchMember.
+
+        Whoever runs it still has the invite that it came in by, and new identities are free: what was left of the
+        invite's uses is taken away, and told.
+        """
         with self._db.transaction():
-            if not self._db.execute("DELETE FROM coordinator_members WHERE peer = ?", peer):
+            row = self._db.one("SELECT invite, since FROM coordinator_members WHERE peer = ?", peer)
+            if row is None:
                 raise NoSuchMember(f"{peer} is no member ; see `shoal coordinator members`")
+            self._db.execute("DELETE FROM coordinator_members WHERE peer = ?", peer)
+            # made before: earlier versions of Shoal gave the ids of deleted invites again
+            left = self._db.one("SELECT uses FROM coordinator_invites WHERE id = ? AND made_at <= ?", *row)
+            self._db.execute("UPDATE coordinator_invites SET uses = 0 WHERE id = ? AND made_at <= ?", *row)
             self._db.execute("INSERT OR REPLACE INTO coordinator_kicked VALUES (?,?,?)", peer, self._clock(), reason)
             self._db.execute(
                 "DELETE FROM coordinator_kicked WHERE peer NOT IN"
                 " (SELECT peer FROM coordinator_kicked ORDER BY at DESC LIMIT ?)",
                 MAX_MEMBERS,
             )
+        return int(left[0]) if left else 0
 
     def forgive(self, peer: str) -> None:
-        """Take a kick back: the peer may come in again, with an invite. Raises NoSuchMember."""
+        """Take a kick back: the peer may come in again, with a new invite. Raises NoSuchMember."""
         if not self._db.execute("DELETE FROM coordinator_kicked WHERE peer = ?", peer):
             raise NoSuchMember(f"{peer} was not kicked ; see `shoal coordinator members`")
 

@@ -1,5 +1,6 @@
 """What a coordinator was handed in and heard in a round, in its node.db: a kill in mid round loses none of it."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -19,7 +20,7 @@ CREATE TABLE coordinator_heard (
 
 
 class Reports:
-    """Raises StoreError. What is there of another swarm than `swarm` is removed."""
+    """Raises StoreError. What is there of another swarm than `swarm` is removed. One process at a time writes here."""
 
     def __init__(self, path: Path, swarm: bytes) -> None:
         self._db = Database(path)
@@ -33,6 +34,10 @@ class Reports:
             self._waiting.setdefault(number, {})[peer] = size
         self.waiting_bytes = sum(map(sum, (those.values() for those in self._waiting.values())))
         """Of all of them."""
+        self._heard: dict[int, dict[str, int]] = {}
+        """By round: groups by producer, as on disk; asked for twice a second."""
+        for number, peer, groups in self._db.all("SELECT number, peer, groups FROM coordinator_heard"):
+            self._heard.setdefault(number, {})[peer] = groups
 
     def close(self) -> None:
         self._db.close()
@@ -82,13 +87,17 @@ class Reports:
             "INSERT INTO coordinator_heard VALUES (?,?,?) ON CONFLICT DO UPDATE SET groups = groups + excluded.groups",
             [(number, peer, count) for peer, count in groups.items()],
         )
+        heard = self._heard.setdefault(number, {})
+        for peer, count in groups.items():
+            heard[peer] = heard.get(peer, 0) + count
 
     def heard(self, first: int, last: int) -> dict[str, int]:
         """Groups by producer in the rounds `first` to `last`."""
-        rows = self._db.all(
-            "SELECT peer, SUM(groups) FROM coordinator_heard WHERE number BETWEEN ? AND ? GROUP BY peer", first, last
-        )
-        return {row[0]: int(row[1]) for row in rows}
+        found: Counter[str] = Counter()
+        for number, groups in self._heard.items():
+            if first <= number <= last:
+                found.update(groups)
+        return found
 
     def forget_before(self, number: int, *, heard: int) -> None:
         """Reports of rounds before `number`, and what was heard in rounds before `heard`."""
@@ -97,3 +106,5 @@ class Reports:
             self._db.execute("DELETE FROM coordinator_heard WHERE number < ?", heard)
         for old in [one for one in self._waiting if one < number]:
             self.waiting_bytes -= sum(self._waiting.pop(old).values())
+        for old in [one for one in self._heard if one < heard]:
+            del self._heard[old]

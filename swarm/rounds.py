@@ -30,8 +30,9 @@ from protocol.messages import (
     rounds_topic,
 )
 from protocol.rejection import Reason, Rejected
-from protocol.rounds import Round, check_successor, leader_of, open_round
+from protocol.rounds import Round, check_successor, open_round
 from swarm.allowance import Allowance
+from swarm.clocks import Ahead
 from swarm.database import StoreError
 from swarm.gate import JUDGED_ALIKE
 from swarm.round_log import Fault, Kept, RoundLog
@@ -39,7 +40,9 @@ from swarm.transport import Busy, Transport, TransportError
 
 SYNC_SECONDS = 30.0
 ASKERS = 2
+"""The first one asks coordinators only: peers that never answer must not keep a standby from its leader."""
 MAX_WAITING = 256
+"""Peers to ask; coordinators besides."""
 MAX_ANSWER_BYTES = (MAX_ROUNDS + 2 * MAX_PROOFS) * (MAX_ANNOUNCEMENT_BYTES + 8) + 64
 SYNC_ROUNDS = 8
 """Answers taken from one peer at a time."""
@@ -73,6 +76,7 @@ class Following:
         self._random = random.Random(f"{seed}{transport.peer_id}")
         self._gossip = Allowance(GOSSIP_RATE, GOSSIP_BURST, clock)
         self._allowance = Allowance(ANSWER_RATE, ANSWER_BURST, clock)
+        self._ahead = Ahead(manifest, transport.peer_id, clock, on_event)
         self._waiting: dict[str, None] = {}
         """Whom to ask."""
         self._wake = asyncio.Event()
@@ -143,6 +147,8 @@ class Following:
         try:
             opened, record = open_round(sealed, self.manifest, self._clock())
         except Rejected as rejected:
+            if rejected.reason is Reason.from_future:
+                self._ahead.tell(sealed)
             if rejected.reason is Reason.broken_commitment:  # it proves itself
                 self._fault(Fault(self._signer(sealed), str(rejected.reason), rejected.detail, sealed, b""))
             return False
@@ -241,7 +247,9 @@ class Following:
         self._soon(peer)
 
     def _soon(self, peer: str) -> None:
-        if peer != self._transport.peer_id and len(self._waiting) < MAX_WAITING:
+        if peer == self._transport.peer_id:
+            return
+        if peer in self.manifest.coordinators or len(self._waiting) < MAX_WAITING:
             self._waiting[peer] = None
             self._wake.set()
 
@@ -252,7 +260,7 @@ class Following:
             self._soon(peer)
         async with asyncio.TaskGroup() as tasks:
             for i in range(ASKERS):
-                tasks.create_task(self._ask_waiting(), name=f"rounds: ask {i}")
+                tasks.create_task(self._ask_waiting(coordinators_only=i == 0), name=f"rounds: ask {i}")
             tasks.create_task(self._remind(), name="rounds: remind")
 
     async def _remind(self) -> None:
@@ -272,14 +280,20 @@ class Following:
         except StoreError as error:
             self._on_event("store", str(error))
 
-    async def _ask_waiting(self) -> None:
+    def _next(self, *, coordinators_only: bool) -> str | None:
+        """Whom to ask: the leader first, since a standby must not take its own slowness for the leader's silence."""
+        if self.leader in self._waiting:
+            return self.leader
+        others = (one for one in self._waiting if one in self.manifest.coordinators)
+        return next(others, None if coordinators_only else next(iter(self._waiting), None))
+
+    async def _ask_waiting(self, *, coordinators_only: bool) -> None:
         while True:
-            if not self._waiting:
+            peer = self._next(coordinators_only=coordinators_only)
+            if peer is None:
                 self._wake.clear()
                 await self._wake.wait()
                 continue
-            # the leader first: a standby must not take its own slowness for the leader's silence
-            peer = self.leader if self.leader in self._waiting else next(iter(self._waiting))
             del self._waiting[peer]
             try:
                 await self.ask(peer)
@@ -383,8 +397,3 @@ class Following:
                 await self._transport.publish(rounds_topic(self.manifest.digest), sealed)
         except (TransportError, TimeoutError):
             return  # members ask for it
-
-
-def leads(manifest: Manifest, head: Kept | None, peer: str) -> bool:
-    """Whether `peer` leads the term of this head; before there is one, the primary does."""
-    return leader_of(manifest, head.record.term if head else 0) == peer

@@ -168,25 +168,28 @@ def members(session: Session) -> None:
 @coordinator.command()
 @click.argument("peer", type=PeerId(), metavar="PEER_ID")
 @click.option("--reason", default="", help="for yourself; members are not told")
-@click.option("--undo", is_flag=True, help="take a kick back: the peer may come in again, with an invite")
+@click.option("--undo", is_flag=True, help="take a kick back: the peer may come in again, with a new invite")
 @with_session
 def kick(session: Session, peer: str, reason: str, undo: bool) -> None:
-    """Take a member off the list; all members refuse it from then on."""
+    """Take a member off the list; all members refuse it from then on, and the invite that it has lets nobody in."""
     from node.cli.output import emit
     from node.coordinator.at_rest import members_of
 
     home = session.node()
     manifest = coordinated(home)
     require_lead(session, home, manifest)
-    membership = members_of(home, manifest)
+    membership, uses = members_of(home, manifest), 0
     if undo:
         membership.forgive(peer)
     else:
-        membership.kick(peer, reason.encode(errors="replace").decode()[:200])
+        uses = membership.kick(peer, reason.encode(errors="replace").decode()[:200])
     if session.as_json:
-        emit({"peer": peer, "kicked": not undo})
-    else:
-        click.echo(f"{peer} may come in again, with an invite" if undo else f"{peer} is kicked")
+        emit({"peer": peer, "kicked": not undo, "uses_taken": uses})
+        return
+    said = "may come in again, with a new invite" if undo else "is kicked"
+    if uses:
+        said += f"; the invite that it came in by had {uses} uses left and has none now: make others a new one"
+    click.echo(f"{peer} {said}")
 
 
 @coordinator.command()

@@ -118,16 +118,23 @@ def publish(session: Session, off: bool) -> None:
 
 
 def choose(wanted: str, found: Sequence["Found"]) -> "Found":
-    """The swarm of this name, or whose digest begins so. Raises NoSuchSwarm."""
+    """The swarm of this digest, else the one of this name or whose digest begins so. Raises NoSuchSwarm.
+
+    Whoever lists a swarm names it, and can make its digest begin as they like: neither a name nor a few digits are
+    taken for somebody's where they fit another swarm, too.
+    """
     wanted = wanted.strip()
-    named = [one for one in found if one.manifest.name == wanted] or [
-        one for one in found if len(wanted) >= PREFIX and one.manifest.digest.hex().startswith(wanted.lower())
+    digits = wanted.lower()
+    meant = [one for one in found if one.manifest.digest.hex() == digits] or [
+        one
+        for one in found
+        if one.manifest.name == wanted or (len(digits) >= PREFIX and one.manifest.digest.hex().startswith(digits))
     ]
-    if len(named) == 1:
-        return named[0]
-    if named:
-        digests = ", ".join(one.manifest.digest.hex()[:12] for one in named)
-        raise NoSuchSwarm(f"{len(named)} swarms are called {wanted!r} ; join one by its digest: {digests}")
+    if len(meant) == 1:
+        return meant[0]
+    if meant:
+        digests = ", ".join(f"{one.manifest.digest.hex()} ({one.manifest.name})" for one in meant)
+        raise NoSuchSwarm(f"{len(meant)} swarms are called {wanted!r} ; join one by its whole digest: {digests}")
     names = ", ".join(one.manifest.name for one in found[:10])
     known = f"found: {names}" if names else "none was found"
     raise NoSuchSwarm(f"no public swarm is called {wanted!r} ({known}) ; see `shoal swarm discover`")

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from node.addresses import caution, reachable
+from node.config import CoordinatorConfig
 from node.coordinator.view import CoordinatorView
 from node.history import History
 from node.home import DaemonInfo, Home
@@ -25,6 +26,7 @@ from node.settings import Settings
 from protocol.board import most_members
 from protocol.invite import Invite
 from protocol.manifest import Manifest, check_local_limits
+from protocol.messages import MAX_ANSWERS
 from protocol.rollout import TaskRef
 from protocol.rounds import Pace
 from swarm.coordinator import Coordinator
@@ -45,6 +47,10 @@ log = logging.getLogger(__name__)
 SAY_SECONDS = 1.0
 
 
+class TooManyAnswers(Exception):
+    """A round of these settings asks each member for more answers than it can hand in."""
+
+
 class NoCoordinator(Exception):
     """The swarm of this home names other coordinators, or none."""
 
@@ -53,6 +59,16 @@ def run(home: Home, settings: Settings, *, as_json: bool = False) -> NoReturn:
     """Coordinate until stopped; ends the process. The caller holds the home's lock."""
     process = CoordinatorProcess(home, settings, clock=time.time)
     leave(home, asyncio.run(process.main(as_json=as_json)))
+
+
+def check_answers(manifest: Manifest, settings: CoordinatorConfig) -> None:
+    """Raises TooManyAnswers."""
+    environments, tasks, samples = len(manifest.environments), settings.tasks, settings.samples
+    if environments * tasks * samples > MAX_ANSWERS:
+        raise TooManyAnswers(
+            f"{environments} environments x coordinator.tasks = {tasks} x coordinator.samples = {samples} are"
+            f" {environments * tasks * samples} answers of each member, at most {MAX_ANSWERS} ; lower the two settings"
+        )
 
 
 class CoordinatorProcess:
@@ -82,7 +98,7 @@ class CoordinatorProcess:
             self.transport,
             (*swarm.bootstrap, *network.bootstrap),
             swarm.manifest_digest,
-            clock=clock,
+            clock=time.monotonic,
         )
 
     async def main(self, *, as_json: bool = False) -> int:
@@ -153,6 +169,7 @@ class CoordinatorProcess:
                 "make a swarm with `shoal coordinator init`, or run `shoal up` to take part"
             )
         check_local_limits(manifest, self.clock(), max_group_mb=self.config.limits.group_mb)
+        check_answers(manifest, self.config.coordinator)
         self.manifest = manifest
         serve_manifest(self.transport, manifest, self.clock)
         self.progress.say("STARTING", "starting the scorer")

@@ -57,9 +57,7 @@ def _coordinators(told: Mapping[str, Any], now: float) -> list[Finding]:
     if leader is None:
         return [*found, warn("coordinator", "nobody leads: rounds stand still", "training goes on by the clock")]
     if not told["leading"] and not told["listed"]:
-        said = told["said"] or "no coordinator has answered yet"
-        fix = "have an invite made on its machine (coordinator invite), and join with it: shoal join INVITE"
-        found.append(fail("coordinator", f"this node is no member: {said}", fix))
+        found.append(_unlisted(told))
     record = told["round"]
     words = f"round {record['number']} is {record['state']}" if record else "no round has begun"
     words += f", {told['members']} members"
@@ -71,6 +69,18 @@ def _coordinators(told: Mapping[str, Any], now: float) -> list[Finding]:
         fix = "see that it is up; an address of it among network.bootstrap helps to find it. Training goes on meanwhile"
         return [*found, warn("coordinator", f"{short(leader)} leads, and {silent(at, now)}; {words}", fix)]
     return [*found, ok("coordinator", f"{short(leader)} leads, and answered {ago(at, now)}: {words}")]
+
+
+def _unlisted(told: Mapping[str, Any]) -> Finding:
+    if told["said"]:
+        fix = "have an invite made on its machine (coordinator invite), and join with it: shoal join INVITE"
+        return fail("coordinator", f"this node is no member: {told['said']}", fix)
+    if not told["heard"]:
+        fix = "see that it is up; an address of it among network.bootstrap helps to find it"
+        return fail("coordinator", "this node is no member: no coordinator has answered yet", fix)
+    said = "this node is on no member list that is known here: a coordinator answers, and did not refuse it"
+    fix = "set the clocks of both machines right (a list is not taken from one that is 30 s ahead), or wait a minute"
+    return fail("coordinator", said, fix)
 
 
 def _standbys(spare: list[str], heard: Mapping[str, float], now: float) -> list[Finding]:

@@ -249,7 +249,7 @@ def test_a_coordinator_is_backed_up_with_its_log_and_goes_on_there(
     home.found(manifest, b"k" * 32)
     now = time.time()
     with closing(RoundLog(home.database, manifest.digest, durable=True)) as log:
-        record = first(manifest, Facts(b"m" * 32, 0, 0, b"", (1, 1, 1, 1)), Pace(1, 1, 1, 1.0, 0, 2, 1))
+        record = first(manifest, Facts(b"m" * 32, 0, 0, 0, b"", (1, 1, 1, 1)), Pace(1, 1, 1, 1.0, 0, 2, 1))
         sealed = seal_round(me, record, now)
         log.add(*open_round(sealed, manifest, now), sealed)
     with closing(Membership(home.database, manifest.digest, time.time, listed_only=True)) as members:

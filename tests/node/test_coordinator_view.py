@@ -32,7 +32,7 @@ def test_the_view_of_a_coordinator_is_a_nodes(home: Home) -> None:
     manifest = embedded_manifest("lab", time.time(), Coordination((me,), listed_only=True))
     home.found(manifest, b"k" * 32)
     pace = Pace(1, 1, 1, 1.0, 0, 2, 1)
-    record = first(manifest, Facts(b"m" * 32, 0, 0, b"", (1000, 500, 250, 250)), pace)
+    record = first(manifest, Facts(b"m" * 32, 0, 0, 0, b"", (1000, 500, 250, 250)), pace)
     fault = SimpleNamespace(coordinator=me, reason="equivocation", detail="signed two records")
     following: Any = SimpleNamespace(
         round=record,

@@ -131,6 +131,24 @@ async def test_held_out_tasks_are_answered_once_and_scored(
     assert not set(asked[0]) & set(asked[1])
 
 
+async def test_answers_that_do_not_fit_a_request_are_left_out_and_the_rest_counts(
+    pair: tuple[Leader, Member], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, member = pair
+    rounds = member.rounds
+
+    async def sample(engine: Any, bundle: Any, scorer: Any, config: Any, refs: Any, seeds: Any, n: int) -> list[Any]:
+        return [SimpleNamespace(texts=[f"{ref.seed % 1000} 1.0", "x" * 70_000][:n]) for ref in refs]
+
+    monkeypatch.setattr(node.rounds, "sample", sample)
+    await until(lambda: rounds.following.round and rounds.following.round.state is State.closing)
+    await rounds.answer(PARTS)
+    assert ("round", "round 1: 6 of its 12 answers are too long to be handed in, and score 0") in member.events
+    await until(lambda: rounds.following.board is not None)
+    assert rounds.following.board is not None
+    assert [one.scores for one in rounds.following.board.standings] == [(0.5, 0.5)]
+
+
 async def test_an_observer_answers_nothing(pair: tuple[Leader, Member], monkeypatch: pytest.MonkeyPatch) -> None:
     (_, member), asked = pair, answered(monkeypatch)
     rounds = member.rounds
@@ -155,9 +173,45 @@ async def test_more_tasks_than_there_is_time_for_hold_nobody_up(
 
     monkeypatch.setattr(node.rounds, "sample", sample)
     await until(lambda: rounds.following.round and rounds.following.round.state is State.closing)
+    rounds.trained[who("bert").peer_id] = 3
     await asyncio.wait_for(rounds.answer(PARTS), 5)
     assert ("round", "round 1 is not answered: its 6 tasks were not done within 0 s") in member.events
+    assert rounds.trained == {who("bert").peer_id: 3}  # credited with the next answers
     await asyncio.wait_for(rounds.answer(PARTS), 0.1)  # and are not tried again
+
+
+async def test_rounds_back_to_back_leave_a_node_its_time_to_train(
+    pair: tuple[Leader, Member], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (_, member), asked = pair, answered(monkeypatch)
+    rounds, now = member.rounds, [1000.0]
+    await until(lambda: rounds.following.round and rounds.following.round.state is State.closing)
+    head = rounds.following.head
+    assert head is not None
+    rounds._clock = lambda: now[0]
+    parts = SimpleNamespace(**{**vars(PARTS), "config": SimpleNamespace(
+        node=PARTS.config.node, limits=SimpleNamespace(stage_seconds=600.0))})  # fmt: skip
+    sample = node.rounds.sample
+
+    async def slowly(*args: Any) -> Any:
+        now[0] += 100
+        return await sample(*args)
+
+    monkeypatch.setattr(node.rounds, "sample", slowly)
+    rounds._spent, rounds._spent_at, began, number = 0.0, now[0], now[0], 0
+    while now[0] < began + 10_000:  # a step of ten seconds after each round, and another round at once
+        number += 1
+        record = msgspec.structs.replace(
+            head.record, number=number, seed=number.to_bytes(32, "big"), answers_by=int(now[0]) + 1000
+        )
+        rounds.following.head = type(head)(head.digest, head.coordinator, record, head.sealed)
+        for _ in range(2):
+            await rounds.answer(parts)
+        now[0] += 10
+    assert 0.2 < 100 * len(asked) / (now[0] - began) < 0.25 + 400 / 10_000
+    said = [message for kind, message in member.events if "is not answered yet" in message]
+    assert len(said) == len(set(said)) == number - len(asked)
+    assert "answers took more than 25% of the time lately" in said[0]
 
 
 async def test_the_mix_steers_which_assigned_tasks_are_taken(pair: tuple[Leader, Member]) -> None:

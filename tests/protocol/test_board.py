@@ -96,6 +96,12 @@ def test_an_environment_that_was_not_answered_counts_nothing_and_is_no_score() -
     assert pass_rates(found, ("a", "b", "c")) == {"a": 0.75, "b": 0.75, "c": None}
 
 
+def test_one_member_does_not_steer_what_the_mix_is_measured_by() -> None:
+    honest = {peer: Report((0.5, 0.1), ()) for peer in ("anna", "bert")}
+    found = next_board(SWARM, 1, PEERS, (), {**honest, "carl": Report((0.0, 1.0), ())}, {})
+    assert pass_rates(found, ("a", "b")) == {"a": 0.5, "b": 0.1}
+
+
 def test_who_left_is_off_the_board_and_absent_ones_keep_their_best() -> None:
     start = board(anna=(0.5, {}), bert=(0.4, {}))
     later = next_board(SWARM, 2, ("bert",), start.standings, {}, {})

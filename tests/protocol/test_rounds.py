@@ -37,7 +37,15 @@ KEYS = [Identity.from_seed(bytes([number]) * 32) for number in range(3)]
 MANIFEST = embedded_manifest("rounds", NOW, Coordination(tuple(key.peer_id for key in KEYS), listed_only=True))
 PACE = Pace(600, 60, least_members=2, quorum=0.8, groups=4, tasks=8, samples=1)
 MEMBERS, OTHERS, BOARD = b"m" * 32, b"o" * 32, b"b" * 32
-FACTS = Facts(MEMBERS, present=2, through=0, board=b"", mix=(1000,) * 4)
+FACTS = Facts(MEMBERS, present=2, awaited=2, through=0, board=b"", mix=(1000,) * 4)
+
+
+MANY = msgspec.structs.replace(
+    MANIFEST,
+    environments=tuple(
+        msgspec.structs.replace(MANIFEST.environments[0], name=f"e{number}", settings={}) for number in range(256)
+    ),
+)
 
 
 def seed_of(number: int) -> bytes:
@@ -97,10 +105,21 @@ def test_a_round_goes_from_state_to_state() -> None:
     assert (alone.number, alone.state, alone.opened) == (2, State.waiting, 0)
 
 
+def test_a_round_that_a_wrong_clock_opened_ends() -> None:
+    record = opened()
+    assert step(record, NOW - 30) is None
+    early = step(record, NOW - 31)  # it opened at a time that is still to come
+    assert early is not None
+    assert early.state is State.closing
+    endless = step(msgspec.structs.replace(record, closes=record.opened + 30 * 86400), NOW + 1)
+    assert endless is not None
+    assert endless.state is State.closing
+
+
 def test_a_quorum_closes_a_round_before_its_time() -> None:
     record = opened()
-    assert step(record, present=5, through=3) is None
-    early = step(record, present=5, through=4)
+    assert step(record, awaited=5, through=3) is None
+    early = step(record, awaited=5, through=4)
     assert early is not None
     assert early.state is State.closing
     by_time_only = advance(record, b"", NOW, _facts({"through": 2}), _pace(groups=0), seed_of)
@@ -182,15 +201,7 @@ def test_a_sealed_record_is_read_back_and_fits_gossip() -> None:
     assert read(sealed) == record
     assert len(sealed) < 700
     most = msgspec.structs.replace(record, previous=b"p" * 32)
-    many = Manifest.from_bytes(
-        msgspec.structs.replace(
-            MANIFEST,
-            environments=tuple(
-                msgspec.structs.replace(MANIFEST.environments[0], name=f"e{number}", settings={})
-                for number in range(256)
-            ),
-        ).to_bytes()
-    )
+    many = Manifest.from_bytes(MANY.to_bytes())
     noise = tuple((number * 7919) % 10_000 for number in range(256))
     largest = seal_round(KEYS[0], msgspec.structs.replace(most, swarm=many.digest, mix=noise), NOW)
     assert len(largest) <= MAX_ANNOUNCEMENT_BYTES
@@ -208,15 +219,34 @@ def test_a_sealed_record_is_read_back_and_fits_gossip() -> None:
         (lambda: msgspec.structs.replace(opened(), mix=(1,)), Reason.malformed),
         (lambda: msgspec.structs.replace(opened(), mix=(0,) * 4), Reason.malformed),
         (lambda: msgspec.structs.replace(opened(), closes=1), Reason.malformed),
+        (lambda: msgspec.structs.replace(opened(), closes=int(NOW) + 30 * 86400 + 1), Reason.malformed),
+        (lambda: msgspec.structs.replace(opened(), closes=2**63 - 1), Reason.malformed),
+        (lambda: msgspec.structs.replace(opened(), opened=2**62, closes=2**62), Reason.malformed),
+        (lambda: msgspec.structs.replace(closing(), answers_by=int(NOW) + 30 * 86400 + 1), Reason.malformed),
         (lambda: msgspec.structs.replace(opened(), seed=seed_of(1)), Reason.malformed),
         (lambda: msgspec.structs.replace(closing(), seed=b"x" * 32), Reason.broken_commitment),
         (lambda: msgspec.structs.replace(opened(), tasks=257), Reason.malformed),
+        (
+            lambda: msgspec.structs.replace(opened(), swarm=MANY.digest, mix=(1,) * 256, tasks=256, samples=2),
+            Reason.malformed,
+        ),
     ],
 )
 def test_a_record_that_cannot_be_is_refused(record: Callable[[], Round], reason: Reason) -> None:
+    made = record()
     with pytest.raises(Rejected) as refused:
-        read(seal_round(KEYS[0], record(), NOW))
+        read(seal_round(KEYS[0], made, NOW), MANY if made.swarm == MANY.digest else MANIFEST)
     assert refused.value.reason is reason
+
+
+def test_the_longest_round_is_read_and_so_is_what_ends_one_that_a_clock_ahead_opened() -> None:
+    longest = msgspec.structs.replace(opened(), closes=int(NOW) + 30 * 86400)
+    assert read(seal_round(KEYS[0], longest, NOW)) == longest
+    ahead = 86400  # when it was opened
+    ended = msgspec.structs.replace(
+        closing(), opened=int(NOW) + ahead, closes=int(NOW) + ahead + 600, answers_by=int(NOW) + ahead + 60
+    )
+    assert read(seal_round(KEYS[0], ended, NOW)) == ended
 
 
 def test_only_coordinators_sign_rounds() -> None:

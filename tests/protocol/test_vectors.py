@@ -6,6 +6,7 @@ The second one shares nothing with the first: its own base58 and hashing, PyNaCl
 import base64
 import hashlib
 import json
+import re
 import zlib
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,7 @@ from protocol.messages import (
     announce_topic,
     rounds_topic,
 )
+from protocol.rejection import Rejected
 from protocol.rollout import RolloutGroup, TaskRef
 from protocol.rounds import Round, commitment_of, open_round, seed_for
 from protocol.teaching import AskedGroup, TeachRequest, answer_of
@@ -250,6 +252,9 @@ def test_rounds() -> None:
     sealed = VECTORS["envelopes"][2]
     opened, record = open_round(bytes.fromhex(sealed["sealed_hex"]), manifest, sealed["issued"])
     assert (opened.producer, record.seed, record.board.hex()) == (ME.peer_id, seed, vector["board_digest_hex"])
+    for refused in vector["refused"]:
+        with pytest.raises(Rejected, match=re.escape(refused["because"])):
+            open_round(bytes.fromhex(refused["sealed_hex"]), manifest, sealed["issued"])
 
 
 def test_rounds_by_the_document() -> None:

@@ -11,6 +11,7 @@ from swarm.experience import ExperienceStore
 from swarm.memory import MemoryHub
 from swarm.throttle import Throttle
 from swarm.transport import Event, Message, Transport
+from tests.swarm.coordinated import Hall
 from tests.swarm.world import World
 
 LOOPBACK = "/ip4/127.0.0.1/tcp/0"
@@ -121,3 +122,14 @@ async def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
     world = World(tmp_path)
     yield world
     await world.stop()
+
+
+@pytest.fixture
+async def hall(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Hall]:
+    monkeypatch.setattr("swarm.coordinator.TICK_SECONDS", 0.02)
+    monkeypatch.setattr("swarm.coordinator.REVISE_SECONDS", 0.0)
+    monkeypatch.setattr("swarm.access.LOOK_SECONDS", 0.05)
+    monkeypatch.setattr("swarm.coordinator.ASK_RATE", 100.0)
+    hall = Hall(tmp_path)
+    yield hall
+    await hall.stop()

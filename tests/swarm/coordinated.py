@@ -9,9 +9,9 @@ from protocol.identity import Identity
 from protocol.manifest import Coordination, EnvironmentSpec, Manifest, make_manifest
 from protocol.messages import ReportRequest, ReportResponse, Trained
 from protocol.rollout import TaskRef
-from protocol.rounds import Pace
+from protocol.rounds import Pace, State
 from swarm.access import Access
-from swarm.coordinator import Coordinator
+from swarm.coordinator import STEP_SECONDS, Coordinator
 from swarm.entering import Entering, send_report
 from swarm.membership import Membership
 from swarm.memory import MemoryHub
@@ -19,7 +19,7 @@ from swarm.reports import Reports
 from swarm.round_log import RoundLog
 from swarm.rounds import Following
 from swarm.transport import Message, PeerConnected
-from tests.swarm.world import who
+from tests.swarm.world import until, who
 
 PACE = Pace(round_seconds=600, answer_seconds=30, least_members=1, quorum=1.0, groups=0, tasks=2, samples=1)
 
@@ -144,3 +144,56 @@ class Bare(Peer):
         report = ReportRequest(self.manifest.digest, head.number, tuple(answers), counts)
         assert self.following.leader is not None
         return await send_report(self.transport, self.following.leader, report, 5.0)
+
+
+class Hall:
+    """Makes peers on one hub and ends them."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.hub, self.clock = path, MemoryHub(), Clock()
+        self.manifest = manifest_of("lead", "spare")
+        self.peers: list[Peer] = []
+
+    async def leader(self, name: str = "lead", **options) -> Leader:
+        peer = Leader(self.hub, self.path, name, self.manifest, self.clock, **options)
+        self.peers.append(peer)
+        return await peer.start()
+
+    async def member(self, name: str, *to: Peer, token: bytes | None = None) -> Bare:
+        peer = Bare(self.hub, self.path, name, self.manifest, self.clock, token=token)
+        self.peers.append(peer)
+        await peer.start()
+        for other in to:
+            await peer.transport.connect(other.transport.addresses()[0], timeout=1)
+        return peer
+
+    async def swarm(self, lead: Leader, *names: str) -> list[Bare]:
+        """Members with invites, all connected to the leader and listed."""
+        token = lead.membership.invite(uses=len(names), expires=self.clock() + 60, role="member")
+        members = [await self.member(name, lead, token=token) for name in names]
+        await until(lambda: all(member.entering.listed for member in members))
+        return members
+
+    async def wait(self, lead: Leader, seconds: float) -> None:
+        """So many seconds pass, in steps that are not taken for a clock that was set."""
+        end = self.clock() + seconds
+        while self.clock() < end:
+            self.clock.ahead += STEP_SECONDS / 2
+            now = self.clock()
+            await until(lambda: lead.coordinator._looked >= now)  # noqa: B023
+
+    async def kill(self, peer: Peer) -> None:
+        await peer.stop()
+        self.peers.remove(peer)
+
+    async def stop(self) -> None:
+        for peer in self.peers:
+            await peer.stop()
+
+
+def is_at(peers: list[Bare] | list[Leader], number: int, state: State) -> bool:
+    return all(
+        peer.following.round is not None
+        and (peer.following.round.number, peer.following.round.state) == (number, state)
+        for peer in peers
+    )

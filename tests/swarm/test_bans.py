@@ -79,6 +79,20 @@ async def test_a_kick_taken_back_leaves_the_nodes_own_ban(tmp_path: Path) -> Non
     assert await node.lets_in()
 
 
+def test_bans_of_free_ids_give_way_to_later_ones_and_not_to_kicks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("swarm.bans.MAX_HELD", 3)
+    node = Node(tmp_path)
+    node.kick(EVE.peer_id)
+    bans, ids = node.access.bans, [who(f"sybil {number}").peer_id for number in range(5)]
+    for peer in (EVE.peer_id, *ids[:3], ids[2], *ids[3:]):
+        bans.ban(peer, "reputation")
+    assert bans.of("reputation") == set(ids[2:])
+    assert [node.transport.refuses(peer) for peer in ids] == [False, False, True, True, True]
+    assert node.transport.refuses(EVE.peer_id)
+
+
 async def test_what_was_never_banned_is_lifted_without_a_word(tmp_path: Path) -> None:
     node = await Node(tmp_path).start()
     bans = Bans(node.transport)

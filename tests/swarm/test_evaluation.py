@@ -9,11 +9,11 @@ import msgspec
 import pytest
 
 from protocol.assignment import round_task
-from protocol.messages import ReportRequest, Trained
+from protocol.messages import MAX_REPORT_BYTES, ReportRequest, Trained
 from protocol.rollout import TaskRef
 from protocol.rounds import Round, State
 from swarm import evaluation
-from swarm.evaluation import Evaluation, ScoringUnavailable
+from swarm.evaluation import Evaluation, ScoringUnavailable, within_bounds
 from swarm.reports import Reports
 from tests.swarm.coordinated import manifest_of
 from tests.swarm.world import who
@@ -39,7 +39,14 @@ class Court:
         self.reports = Reports(self.path, self.manifest.digest)
         unused: Any = SimpleNamespace()
         self.evaluation = Evaluation(
-            self.manifest, unused, unused, self.reports, self.score, lambda: self.now, lambda kind, said: self.say(said)
+            self.manifest,
+            unused,
+            unused,
+            self.reports,
+            self.score,
+            lambda: self.now,
+            lambda kind, said: self.say(said),
+            60,
         )
 
     def say(self, said: str) -> None:
@@ -83,6 +90,22 @@ async def test_scores_are_means_by_environment_and_none_where_one_is_missing(cou
     assert found[ANNA].trained == (Trained(ANNA, 2),)
     assert court.scored.count("b") == 16  # half an environment is not scored for nothing
     assert court.reports.waiting_bytes == 0
+
+
+def test_answers_that_are_too_long_together_leave_room_for_the_rest(court: Court) -> None:
+    def report(*answers: str | None) -> ReportRequest:
+        return ReportRequest(court.manifest.digest, 1, answers, (Trained(ANNA, 2),))
+
+    short = report("a" * 512, None, *("é" * 30_000,) * 2)  # of 4 tokens and of any number
+    assert within_bounds(court.manifest, short) == (short, 0)
+    found, left_out = within_bounds(court.manifest, report("a" * 513, "b", "c" * 65_537, "d" * 65_536))
+    assert (left_out, found.answers) == (2, ("", "b", "", "d" * 65_536))
+    many = report(*("a",) * 20, *(chr(97 + n) * (65_536 - n) for n in range(20)))
+    found, left_out = within_bounds(court.manifest, many)
+    assert left_out == 5
+    assert found.answers == (*("a",) * 20, *("",) * 5, *many.answers[25:])
+    assert len(msgspec.msgpack.encode(found)) <= MAX_REPORT_BYTES
+    assert found.trained == many.trained
 
 
 async def test_every_answer_is_scored_for_its_own_task(court: Court) -> None:

@@ -19,7 +19,7 @@ from tests.swarm.world import who
 NOW = 1_800_000_000.0
 LEAD, SPARE = who("lead"), who("spare")
 MANIFEST = embedded_manifest("log", NOW, Coordination((LEAD.peer_id, SPARE.peer_id), listed_only=True))
-FIRST = first(MANIFEST, Facts(b"m" * 32, 0, 0, b"", (1, 1, 1, 1)), Pace(1, 1, 1, 1.0, 0, 1, 1))
+FIRST = first(MANIFEST, Facts(b"m" * 32, 0, 0, 0, b"", (1, 1, 1, 1)), Pace(1, 1, 1, 1.0, 0, 1, 1))
 
 
 def add(log: RoundLog, record: Round) -> bytes:

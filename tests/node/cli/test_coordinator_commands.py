@@ -14,7 +14,7 @@ from protocol.board import Board, MemberList, Standing, list_bytes
 from protocol.identity import Identity
 from protocol.invite import Invite
 from protocol.rounds import Facts, Pace, Round, State, advance, first, seal_round, seed_for
-from swarm.membership import Membership
+from swarm.membership import Membership, NotAdmitted
 from swarm.memory import MemoryHub
 from swarm.round_log import RoundLog
 from swarm.rounds import Following
@@ -72,12 +72,19 @@ def test_an_invite_carries_the_key_and_a_token_that_lets_so_many_in(lead: Home, 
     membership = Membership(lead.database, mine.manifest_digest, time.time, listed_only=True)
     assert membership.enter(OTHER, invite.token) == "observer"
     assert ask(run, lead, "members")["members"][0]["role"] == "observer"
-    assert ask(run, lead, "kick", OTHER, "--reason", "why not") == {"peer": OTHER, "kicked": True}
+    assert ask(run, lead, "kick", OTHER, "--reason", "why not") == {
+        "peer": OTHER, "kicked": True, "uses_taken": 1,
+    }  # fmt: skip
     found = ask(run, lead, "members")
     assert found["members"] == []
     assert [(one["peer"], one["reason"]) for one in found["kicked"]] == [(OTHER, "why not")]
     assert "kicked" in run("--home", lead.path, "coordinator", "members").output
     assert ask(run, lead, "kick", OTHER, "--undo")["kicked"] is False
+    with pytest.raises(NotAdmitted, match="used up"):
+        membership.enter(OTHER, invite.token)
+    token = membership.invite(uses=3, expires=time.time() + 60, role="member")
+    membership.enter(OTHER, token)
+    assert "had 2 uses left and has none now" in run("--home", lead.path, "coordinator", "kick", OTHER).output
 
 
 def test_what_cannot_be_is_refused_with_a_word(lead: Home, run: Callable[..., Result], home: Home) -> None:
@@ -116,7 +123,7 @@ def kept(lead: Home, until: State) -> Round:
     standing = Standing(OTHER, (0.5, None, 1.0, 0.5), 0.5, 0.75, 0.125)
     board, raw = list_bytes(Board(manifest.digest, 1, (standing,)))
     following.keep_list(board, raw)
-    facts = Facts(members, 1, 0, board, (1000, 500, 250, 250))
+    facts = Facts(members, 1, 1, 0, board, (1000, 500, 250, 250))
     record: Round | None = first(manifest, facts, PACE)
     now = time.time() - 1000
     while record is not None:

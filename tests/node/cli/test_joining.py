@@ -39,12 +39,23 @@ def test_a_swarm_is_chosen_by_name_or_digest() -> None:
     digest = twin.manifest.digest.hex()
     assert choose(" lagoon ", [reef, lagoon]) is lagoon
     assert choose(digest[:12].upper(), [reef, lagoon, twin]) is twin
-    with pytest.raises(NoSuchSwarm, match=f"2 swarms are called 'reef' ; join one by its digest: .*{digest[:12]}"):
+    with pytest.raises(NoSuchSwarm, match=f"2 swarms are called 'reef' ; join one by its whole digest: .*{digest}"):
         choose("reef", [reef, lagoon, twin])
     with pytest.raises(NoSuchSwarm, match=r"no public swarm is called 'bay' \(found: reef, lagoon\)"):
         choose("bay", [reef, lagoon])
     with pytest.raises(NoSuchSwarm, match="none was found"):
         choose(digest[:3], [])
+
+
+def test_a_digest_that_another_swarm_is_named_after_is_never_that_swarm() -> None:
+    reef = found("reef")
+    digest = reef.manifest.digest.hex()
+    assert choose(digest, [found(digest), reef]) is reef
+    with pytest.raises(NoSuchSwarm, match=f"join one by its whole digest: .*{digest} "):
+        choose(digest[:12], [found(digest[:12]), reef])
+    named = found(digest[:4])  # and a name is not taken by who makes a digest that begins so
+    with pytest.raises(NoSuchSwarm, match=f"2 swarms are called '{digest[:4]}'"):
+        choose(digest[:4], [named, reef])
 
 
 def test_discover_and_join_by_name(run: Run, home: Home, directory: list[Any]) -> None:

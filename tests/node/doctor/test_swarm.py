@@ -65,6 +65,8 @@ def test_a_leader_that_answers(coordinated: Home, monkeypatch: pytest.MonkeyPatc
         ({"heard": {}}, "warn", "leads, and has not answered since the start; round 7"),
         ({"heard": {PEER: 1000.0}}, "warn", "leads, and answered last"),
         ({"leader": None}, "warn", "nobody leads: rounds stand still"),
+        ({"listed": False}, "fail", "a coordinator answers, and did not refuse it"),
+        ({"listed": False, "heard": {}}, "fail", "this node is no member: no coordinator has answered yet"),
         ({"listed": False, "said": "the invite is used up"}, "fail", "this node is no member: the invite is used up"),
         ({"faults": [{"coordinator": SPARE.peer_id, "reason": "equivocation", "detail": "signed two"}]}, "warn",
          "is not followed any more: equivocation, signed two"),
@@ -76,6 +78,7 @@ def test_what_is_wrong_with_a_coordinator(
     found = asked(coordinated, monkeypatch, **changes)
     assert [one.verdict for one in found if said in one.said] == [verdict]
     assert all(one.fix for one in found if one.verdict != "ok")
+    assert any("coordinator invite" in one.fix for one in found) == ("said" in changes)  # it has one that was taken
 
 
 def test_a_coordinator_looks_for_its_standby(coordinated: Home, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,7 +99,7 @@ def test_a_node_that_does_not_run_says_what_its_log_has(coordinated: Home) -> No
     manifest = coordinated.manifest()
     assert manifest is not None
     members = list_bytes(MemberList(manifest.digest, ()))[0]
-    record = first(manifest, Facts(members, 0, 0, b"", (1,) * 4), Pace(1, 1, 1, 1.0, 0, 2, 1))
+    record = first(manifest, Facts(members, 0, 0, 0, b"", (1,) * 4), Pace(1, 1, 1, 1.0, 0, 2, 1))
     sealed = seal_round(LEAD, record, time.time())
     with closing(RoundLog(coordinated.database, manifest.digest)) as log:
         log.add(*open_round(sealed, manifest, time.time()), sealed)

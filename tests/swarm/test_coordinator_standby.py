@@ -1,0 +1,195 @@
+"""Take-over in mid round, standbys, clocks that are set, and a log without any coordinator."""
+
+import asyncio
+
+import pytest
+
+from protocol.messages import ROUNDS_PROTOCOL
+from protocol.rounds import Pace, State, seal_round
+from swarm.attendance import PRESENT_SECONDS
+from swarm.reception import IDLE_ROUNDS
+from swarm.rounds import MAX_WAITING as MAX_WAITING_PEERS
+from tests.swarm.coordinated import PACE, Clock, Hall, Leader, is_at, manifest_of
+from tests.swarm.world import until, who
+
+
+@pytest.mark.parametrize("at", [State.open, State.closing])
+async def test_a_killed_coordinator_does_not_take_who_is_back_first_for_all(hall: Hall, at: State) -> None:
+    pace = Pace(600, 300, 1, 0.8, groups=3, tasks=2, samples=1)
+    lead = await hall.leader(pace=pace)
+    members = anna, bert = await hall.swarm(lead, "anna", "bert")
+    await until(lambda: is_at(members, 1, State.open))
+    if at is State.open:
+        lead.reports.hear(1, {anna.id: 3})
+    else:
+        hall.clock.ahead += pace.round_seconds
+        await until(lambda: is_at(members, 1, State.closing))
+        assert (await anna.answer([1] * 4)).taken
+    await hall.kill(lead)
+    hall.hub.partition(bert.id, who("lead").peer_id)
+    lead = await hall.leader(pace=pace)
+    await anna.transport.connect(lead.transport.addresses()[0], timeout=1)
+    await until(lambda: lead.coordinator.present() == {anna.id})
+    await asyncio.sleep(0.3)
+    assert is_at([lead], 1, at)
+    await hall.wait(lead, PRESENT_SECONDS + 1)  # bert does not come back
+    await until(lambda: lead.following.round is not None and lead.following.round.state is not at)
+
+
+async def test_a_standby_forgets_old_rounds_and_counts_on_in_new_ones(hall: Hall) -> None:
+    pace = Pace(60, 30, 1, 1.0, groups=0, tasks=2, samples=1)
+    lead, spare = await hall.leader(pace=pace, patience=600), await hall.leader("spare", pace=pace, patience=600)
+    await spare.transport.connect(lead.transport.addresses()[0], timeout=1)
+    members = await hall.swarm(lead, "anna")
+    both, (anna,) = [lead, spare], members
+    for number in range(1, IDLE_ROUNDS + 3):
+        await until(lambda: is_at(both, number, State.open) and is_at(members, number, State.open))  # noqa: B023
+        await until(lambda: all(one.coordinator._number == number for one in both))  # noqa: B023
+        for one in both:  # the same group every time
+            one.coordinator._attendance.announced(anna.id, b"g" * 32)
+        hall.clock.ahead += pace.round_seconds
+        await until(lambda: is_at(members, number, State.closing))  # noqa: B023
+        assert (await anna.answer([1] * 4)).taken
+    await until(lambda: is_at(both, number + 1, State.open))
+    await until(lambda: all(one.coordinator._number == number + 1 for one in both))
+    for one in both:
+        assert one.reports._db.all("SELECT number, groups FROM coordinator_heard ORDER BY number") == [
+            (old, 1) for old in range(number + 1 - IDLE_ROUNDS, number + 1)
+        ]
+
+
+async def test_a_standby_that_slept_hears_its_leader_before_it_takes_over(hall: Hall) -> None:
+    lead = await hall.leader(patience=30)
+    own = Clock()
+    spare = Leader(hall.hub, hall.path, "spare", hall.manifest, own, patience=30, settle=0.2)
+    hall.peers.append(await spare.start())
+    await spare.transport.connect(lead.transport.addresses()[0], timeout=1)
+    await until(lambda: spare.following.heard_from(lead.id) is not None)
+    await asyncio.sleep(0.3)
+    own.ahead += 40
+    await asyncio.sleep(0.3)
+    assert not spare.coordinator.leading
+    own.ahead -= 3600  # it was an hour fast all the time
+    await until(lambda: (spare.following.heard_from(lead.id) or 0) <= own())
+    await hall.kill(lead)
+    spare.following._heard[lead.id] = own() + 3600
+    own.ahead += 9
+    spare.coordinator._patience = 5
+    await until(lambda: spare.coordinator.leading)
+
+
+async def test_members_are_told_of_a_coordinator_whose_clock_is_ahead(hall: Hall) -> None:
+    hall.clock.ahead = 3600
+    lead = await hall.leader()
+    hall.clock, ahead = Clock(), hall.clock
+    token = lead.membership.invite(uses=1, expires=ahead() + 60, role="member")
+    anna = await hall.member("anna", lead, token=token)
+    await until(lambda: anna.kinds("clock"))
+    await asyncio.sleep(0.5)  # it asks for the log some times
+    (said,) = anna.kinds("clock")
+    assert (
+        said.startswith(f"the clock of coordinator {lead.id[-8:]} is 3600 s ahead of this machine's: ")
+        or "3599" in said
+    )
+    forged = seal_round(who("eve"), lead.following.round, ahead())
+    assert not anna.following.hear(forged, "x")
+    assert len(anna.kinds("clock")) == 1
+    assert not lead.kinds("clock")
+    ahead.ahead = 0
+    await until(lambda: anna.entering.listed and anna.following.round is not None)
+
+
+async def test_a_leader_whose_clock_was_ahead_goes_on_when_it_is_set(hall: Hall) -> None:
+    hall.clock.ahead = 3600
+    lead = await hall.leader(settle=0.2)
+    await asyncio.sleep(0.05)
+    hall.clock.ahead = 0
+    await until(lambda: lead.following.round is not None)
+    members = anna, bert = await hall.swarm(lead, "anna", "bert")
+    await until(lambda: is_at(members, 1, State.open))
+    own, hall.clock.ahead = Clock(), 86400  # the members' clocks are that of the hall, but anna's is right
+    anna.following._clock = bert.following._clock = own
+    await until(lambda: is_at([lead], 1, State.closing))
+    hall.clock.ahead = 0
+    await until(lambda: is_at(members, 2, State.open))
+    assert not anna.following.faults
+
+
+@pytest.mark.parametrize("at", [State.open, State.closing])
+async def test_a_standby_takes_over_in_mid_round(hall: Hall, at: State) -> None:
+    pace = PACE if at is State.open else Pace(1, 30, 1, 1.0, groups=0, tasks=2, samples=1)
+    lead = await hall.leader(pace=pace)
+    spare = await hall.leader("spare", pace=pace)
+    await spare.transport.connect(lead.transport.addresses()[0], timeout=1)
+    anna, bert = await hall.swarm(lead, "anna", "bert")
+    for member in (anna, bert):
+        await member.transport.connect(spare.transport.addresses()[0], timeout=1)
+    if at is State.open:
+        await until(lambda: is_at([anna, bert], 1, State.open))
+    else:
+        await until(lambda: is_at([anna, bert], 1, State.closing))
+        assert (await anna.answer([1] * 4)).taken
+    await until(lambda: is_at([spare], 1, at) and spare.following.members == lead.following.members)
+    assert set(lead.coordinator.heard()) == {spare.id}
+    assert lead.id in anna.following.heard()
+    await hall.kill(lead)
+    await until(lambda: anna.following.leader == bert.following.leader == spare.id)
+    assert spare.coordinator.leading
+    assert is_at([anna, bert], 1, at)
+    hall.clock.ahead += PACE.round_seconds if at is State.open else 0
+    await until(lambda: is_at([anna, bert], 1, State.closing))
+    assert (await anna.answer([1] * 4)).taken
+    assert (await bert.answer([0] * 4)).taken
+    await until(lambda: anna.following.board is not None)
+    # the old leader comes back, hears of the new term and stands by
+    lead = await hall.leader(settle=0.5)
+    await lead.transport.connect(anna.transport.addresses()[0], timeout=1)
+    await until(lambda: lead.following.leader == spare.id)
+    assert not lead.coordinator.leading
+    await asyncio.sleep(0.3)
+    assert anna.following.leader == spare.id
+    assert not (anna.following.faults)
+    assert not (bert.following.faults)
+    assert not (lead.following.faults)
+    # and takes its turn when the other one dies
+    await hall.kill(spare)
+    await until(lambda: anna.following.leader == lead.id)
+    record = anna.following.round
+    assert record is not None
+    assert record.term == 2
+    assert {one.peer for one in lead.membership.members()} == {anna.id, bert.id}
+
+
+async def test_strangers_that_never_answer_keep_no_standby_from_its_leader(hall: Hall) -> None:
+    hall.manifest = manifest_of("lead", "spare", listed_only=False)
+    lead, spare = await hall.leader(patience=3), await hall.leader("spare", patience=3)
+    await spare.transport.connect(lead.transport.addresses()[0], timeout=1)
+    await until(lambda: spare.following.round is not None)
+    asked = asyncio.Event()
+
+    async def silent(peer: str, data: bytes) -> bytes:
+        asked.set()
+        await asyncio.sleep(1000)
+        return b""
+
+    for number in range(MAX_WAITING_PEERS + 8):
+        stranger = hall.hub.transport(who(f"stranger {number}"))
+        stranger.serve(ROUNDS_PROTOCOL, silent, max_request=1024)
+        await stranger.start()
+        await stranger.connect(spare.transport.addresses()[0], timeout=1)
+    await asyncio.wait_for(asked.wait(), 5)
+    before = hall.clock()
+    await until(lambda: (spare.following.heard_from(lead.id) or 0) > before + 1, 10)
+    assert len(spare.following._waiting) <= MAX_WAITING_PEERS + 2
+    assert not spare.coordinator.leading
+
+
+async def test_without_any_coordinator_the_log_is_still_had_from_members(hall: Hall) -> None:
+    lead = await hall.leader()
+    (anna,) = await hall.swarm(lead, "anna")
+    await until(lambda: is_at([anna], 1, State.open) and anna.following.members is not None)
+    head = anna.following.round
+    await hall.kill(lead)
+    bert = await hall.member("bert", anna)
+    await until(lambda: bert.following.round == head and bert.following.members == anna.following.members)
+    assert bert.access.refused(who("eve").peer_id)
