@@ -45,6 +45,9 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _NAME = re.compile(r"weights-(\d+)-([0-9a-f]{16})\.safetensors\Z")
+_MALFORMED = (BadWeights, BadChanges, ValueError, TypeError, ArithmeticError, LookupError)
+"""What making weights of a leader's bytes ends in where they are none: as foreseen, or else in a way that must not end
+the node at every start either."""
 NoRoom = Callable[[int], Awaitable[str]]
 """Why there is no room for so many bytes more, and what to do; empty: there is."""
 SILENT_SECONDS = 60.0
@@ -140,8 +143,14 @@ class Following:
         self._made = self._path(newest.version, newest.state)
         try:
             staged = await asyncio.to_thread(self._write, pulled)
-        except (BadWeights, BadChanges) as problem:
-            log.error("version %d of the policy is not taken up: %s", pulled.version, problem)
+        except _MALFORMED as problem:
+            foreseen = isinstance(problem, BadWeights | BadChanges)
+            log.error(
+                "version %d of the policy is not taken up: %s",
+                pulled.version,
+                problem,
+                exc_info=None if foreseen else problem,
+            )
             self.puller.refuse(pulled)
             return
         finally:
