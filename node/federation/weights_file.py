@@ -97,6 +97,8 @@ def write_weights(weights: Mapping[str, torch.Tensor], path: Path, dtype: Weight
         save_file({name: tensor.contiguous() for name, tensor in weights.items()}, aside, {"format": "pt"})
         sync(aside)
         aside.replace(path)
+    except SafetensorError as error:  # what it makes of a full disk
+        raise OSError(f"{path} cannot be written: {error}") from error
     finally:
         aside.unlink(missing_ok=True)
     return WeightsFile(path, {name: tuple(tensor.shape) for name, tensor in weights.items()}, dtype)

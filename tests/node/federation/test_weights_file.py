@@ -3,6 +3,8 @@
 import hashlib
 import io
 import json
+import resource
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -56,6 +58,18 @@ def test_wrong_changes_leave_no_file(tmp_path: Path) -> None:
     with pytest.raises(BadChanges):
         write_changed(old, [Changes(io.BytesIO(raw[:-1]))], tmp_path / "x", new.digest())
     assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1"]
+
+
+def test_a_full_disk_is_an_error_of_the_system_and_leaves_no_file(tmp_path: Path) -> None:
+    before, ignored = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
+    try:
+        with pytest.raises(OSError, match="cannot be written"):
+            write_weights(weights(0), tmp_path / "w.safetensors", "bfloat16")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, ignored)
+    assert not list(tmp_path.iterdir())
 
 
 def pieces(raw: bytes) -> Iterator[bytes]:
