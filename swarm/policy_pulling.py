@@ -117,6 +117,8 @@ class PolicyPuller:
         self._holds_some = asyncio.Event()
         self._refused: set[bytes] = set()
         """Records that led to other weights than they said; only of the present head."""
+        self._untidy = True
+        """Whether pieces may be here that nobody needs: of an earlier process, of a head that was replaced, refused."""
         self.known: KnownHead | None = None
         self.have: tuple[int, bytes] | None = None
         """Version and state of the weights to start from; None: there are none."""
@@ -162,17 +164,7 @@ class PolicyPuller:
         this was one already, it waits for another head."""
         if pulled.records[0].base is None:
             self._refused.update(_name_of(record) for record in pulled.records)
-        self.have = None
-
-    def tidy(self) -> None:
-        """Keep what the present head names, for others, and nothing else. Not while a pull is under way."""
-        kept: set[bytes] = set()
-        for item in self.known.head.items if self.known else ():
-            kept.add(item.record)
-            if raw := self._store.read(item.record):
-                with contextlib.suppress(Rejected):  # of a version that was refused
-                    kept.update(check_record(raw, item).pieces)
-        self._store.keep_only(kept)
+        self.have, self._untidy = None, True
 
     # -- one round -------------------------------------------------------------------------------------------
 
@@ -184,6 +176,9 @@ class PolicyPuller:
             raise NoWay(
                 f"its base model is {known.head.model}, this node's {self._model}; set model.path to the leader's"
             )
+        if self._untidy:  # before room is asked for, and while no pull is under way
+            await asyncio.to_thread(self._tidy, known)
+            self._untidy = False
         started, before = self._clock(), self.bytes_in
         records = await self._records(known)
         self.up_to_date = not records
@@ -193,6 +188,18 @@ class PolicyPuller:
             taken, seconds = self.bytes_in - before, self._clock() - started
             await self._arrived(Pulled(tuple(records), seconds, taken, known.issued))
         self.problem = ""
+
+    def _tidy(self, known: KnownHead) -> None:
+        """Keep what the head names, pulled whole or not, for this node and others, and nothing else. Raises OSError."""
+        kept: set[bytes] = set()
+        for item in known.head.items:
+            if item.record in self._refused:
+                continue
+            kept.add(item.record)
+            if raw := self._store.read(item.record):
+                with contextlib.suppress(Rejected):  # malformed: its leader is told of, and blamed, where it is used
+                    kept.update(check_record(raw, item).pieces)
+        self._store.keep_only(kept)
 
     async def _newest(self) -> KnownHead | None:
         """The newest head that can be had; None: none was ever heard."""
@@ -228,6 +235,7 @@ class PolicyPuller:
         if self.known is None or _is_newer(found, self.known, by_leader=peer == self.leader):
             if self.known is None or found.head.items != self.known.head.items:
                 self._refused.clear()
+                self._untidy = True
             self.known = found
             self._store.keep_head(sealed)
         return True

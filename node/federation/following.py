@@ -157,7 +157,6 @@ class Following:
             self._made = None
         self._staged, self.last = staged, pulled
         self.puller.have = staged.number, staged.state
-        self.puller.tidy()
         self._tidy()
 
     def _write(self, pulled: Pulled) -> Version:

@@ -184,7 +184,6 @@ async def test_a_follower_has_the_whole_and_then_only_what_changed(place: Place)
     await until(lambda: puller.up_to_date)
     assert (puller.problem, puller.have) == ("", (4, state(4)))
     assert leader.serving.bytes_out > len(WHOLE)
-    puller.tidy()
     held = {path.name for path in (follower.store.directory / "pieces").iterdir()}
     assert held == {path.name for path in (leader.store.directory / "pieces").iterdir()}
 
@@ -441,6 +440,38 @@ async def test_records_that_lead_elsewhere_are_refused_for_a_whole_and_then_for_
     assert refused == [1, None]
     made.offer(3, None, WHOLE)
     await until(lambda: len(refused) == 3)
+
+
+def held(peer: Peer) -> set[str]:
+    return {path.name for path in (peer.store.directory / "pieces").iterdir()}
+
+
+async def test_versions_that_never_become_whole_do_not_pile_up(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(policy_pulling, "GIVE_UP_ATTEMPTS", 1)
+    leader, made = await place.leader()
+    follower = await place.peer("follower", leader.identity.peer_id)
+    puller = follower.follow()
+    for version in range(1, 5):
+        made.items.clear()
+        record = made.offer(version, None, os.urandom(8 * PIECE))
+        leader.store.keep_only({made.items[0].record, *record.pieces[:-1]})  # the last one is never given
+        here = {made.items[0].record.hex(), *(piece.hex() for piece in record.pieces[:-1])}
+        await until(lambda here=here: held(follower) == here)  # type: ignore[misc]
+        assert puller.have is None
+    assert not follower.pulled
+
+
+async def test_a_version_that_was_refused_is_not_kept(place: Place) -> None:
+    leader, made = await place.leader()
+    made.offer(1, None, WHOLE)
+    follower = await place.peer("follower", leader.identity.peer_id)
+
+    async def arrived(pulled: Pulled) -> None:
+        assert held(follower)
+        follower.puller.refuse(pulled)
+
+    follower.follow(arrived=arrived)
+    await until(lambda: follower.puller.problem and not held(follower))
 
 
 async def test_requests_that_are_none_cost_their_sender(place: Place) -> None:
