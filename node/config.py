@@ -127,7 +127,7 @@ class FederationConfig(Section):
     dtype: Literal["bfloat16", "float32"] = Field(
         "bfloat16", description="type of the published weights; the same at leader and followers"
     )
-    staleness: int = Field(4, ge=0, le=16, description="versions that a follower's group may be behind")
+    staleness: int = Field(4, ge=0, le=16, description="published versions that a follower's group may be behind")
     spot_check: float = Field(
         0.1, ge=0, le=1, description="share of followers' groups whose log-probs are computed again before use"
     )

@@ -196,7 +196,7 @@ def kept_items(items: Sequence[PolicyItem], staleness: int) -> list[PolicyItem]:
     kept: list[PolicyItem] = []
     for item in reversed(changes[-(MAX_ITEMS - 1) :]):
         room -= item.size
-        if room < 0 and items[-1].version - item.version >= staleness:
+        if room < 0 and len(kept) >= staleness:
             break
         kept.append(item)
     return sorted([*wholes[-1:], *kept], key=lambda item: (item.version, item.base is None))
