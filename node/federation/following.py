@@ -10,7 +10,7 @@ import asyncio
 import logging
 import math
 import re
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,6 +31,7 @@ from node.federation.weights_file import (
     write_whole,
 )
 from node.home import write_atomic
+from node.limits import NoRoom
 from node.own_groups import OwnGroups
 from node.rollouts import Rollout
 from node.summary import summarise
@@ -48,8 +49,6 @@ _NAME = re.compile(r"weights-(\d+)-([0-9a-f]{16})\.safetensors\Z")
 _MALFORMED = (BadWeights, BadChanges, ValueError, TypeError, ArithmeticError, LookupError)
 """What making weights of a leader's bytes ends in where they are none: as foreseen, or else in a way that must not end
 the node at every start either."""
-NoRoom = Callable[[int], Awaitable[str]]
-"""Why there is no room for so many bytes more, and what to do; empty: there is."""
 SILENT_SECONDS = 60.0
 """A leader that has not answered for so long is said to be gone."""
 
@@ -163,7 +162,7 @@ class Following:
         records, file = list(pulled.records), self._staged.file if self._staged else None
         newest = records[-1]
         path = self._path(newest.version, newest.state)
-        aside = path.with_name("whole.safetensors")
+        aside = path.with_name(".aside-whole.safetensors")
         try:
             if records[0].base is None:
                 whole = records.pop(0)
@@ -307,7 +306,7 @@ class Following:
         return None
 
     def _write_base(self, weights: Mapping[str, Any]) -> Version:
-        file = write_weights(weights, self._store.directory / "base.safetensors", self._dtype)
+        file = write_weights(weights, self._store.directory / ".aside-base.safetensors", self._dtype)
         state = file.digest()
         path = self._path(0, state)
         file.path.replace(path)

@@ -46,8 +46,8 @@ HEAD_SECONDS = 3600.0
 SIGN_SECONDS = 600.0
 READ_BYTES = 4 << 20
 MAX_TOLD = 64
-NEW = "new.safetensors"
-"""A version that is being written."""
+NEW = ".aside-new.safetensors"
+"""A version that is being written: it takes no room of the home's limit (node/home.py)."""
 
 
 class _Entry(msgspec.Struct, frozen=True, array_like=True):

@@ -115,6 +115,24 @@ async def test_a_round_takes_the_outer_step_and_nobody_there_takes_none(make: Ca
     assert sorted(path.name for path in (node.place / "averaging").iterdir()) == ["own.bin"]
 
 
+async def test_a_round_without_room_is_not_begun(make: Callable[..., Any]) -> None:
+    node, asked = make(), list[int]()
+
+    async def no_room(size: int) -> str:
+        asked.append(size)
+        return "it takes 9 MB of disk, and limits.disk_mb leaves 0; raise it"
+
+    node.averaging.begin(None)
+    node.trainer.update(batch(1))
+    node.averaging.no_room = no_room
+    assert await node.averaging.round(node, lambda: pytest.fail("there is nothing to keep")) is False
+    assert asked == [2 * 4 * len(flat(node))]  # of two nodes, in float32
+    assert node.averaging.averager.asked == 0
+    assert told(node) == [
+        "no outer step after step 1: it takes 9 MB of disk, and limits.disk_mb leaves 0; raise it; going on alone"
+    ]
+
+
 async def test_an_outer_step_that_cannot_be_kept_is_undone(make: Callable[..., Any]) -> None:
     node = make()
     node.averaging.begin(None)

@@ -447,7 +447,7 @@ async def test_what_a_killed_process_had_half_written_is_gone_at_the_next_start(
     await place.serve(lead)
     follower = await place.follow()
     await follower.at(4)
-    for name in (".aside-weights-5-0123456789abcdef.safetensors", "whole.safetensors"):
+    for name in (".aside-weights-5-0123456789abcdef.safetensors", ".aside-whole.safetensors"):
         (follower.directory / name).write_bytes(b"half")
     # killed before it was seen that these are no weights to work with
     next(iter(follower.bundle.model.parameters())).data[0, 0] = float("nan")
