@@ -48,6 +48,11 @@ GIVE_UP_ATTEMPTS = 8
 """Times that holders of a piece may ask to wait, or fail, before the pull begins anew with the next head."""
 
 
+_NOBODYS_FAULT = {Reason.stale, Reason.from_future}
+"""Of who gives such a head: followers keep that of a leader that is gone, which says what their pieces are, and clocks
+differ."""
+
+
 class NoWay(Exception):
     """The newest version cannot be had; the message says why, and what to do."""
 
@@ -228,7 +233,8 @@ class PolicyPuller:
         try:
             found = check_head(sealed, leader=self.leader, swarm=self._swarm, now=self._clock())
         except Rejected as rejected:
-            self._accounts.offence(rejected, peer)
+            if rejected.reason not in _NOBODYS_FAULT:
+                self._accounts.offence(rejected, peer)
             return False
         if peer == self.leader:
             self.answered_at = self._clock()

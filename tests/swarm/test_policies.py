@@ -421,6 +421,35 @@ async def test_an_older_head_changes_nothing(place: Place) -> None:
     assert puller.known.head.version == 2
 
 
+@pytest.mark.parametrize("issued", [-4000.0, 400.0])  # of a leader that is gone, or whose clock is ahead
+async def test_a_head_that_is_not_of_now_is_on_nobodys_account(place: Place, issued: float) -> None:
+    leader, made = await place.leader()
+    made.offer(1, None, WHOLE)
+    first = await place.peer("first", leader.identity.peer_id)
+    payload = msgspec.msgpack.encode(PolicyHead(SWARM, "mark", tuple(made.items)))
+    at = time.time() + issued
+    first.store.keep_head(seal(leader.identity, Domain.policy, payload, issued=at, expires=at + 3600))
+    place.peers.remove(leader)
+    await leader.stop()
+    asked = asyncio.Event()
+    serve = first.serving.head
+
+    async def counted(peer: str, data: bytes) -> bytes:
+        asked.set()
+        return await serve(peer, data)
+
+    first.transport.serve(POLICY_PROTOCOL, counted, max_request=4096)
+    second = await place.peer("second", leader.identity.peer_id)
+    await join(second, first)
+    puller = second.follow()
+    await until(asked.is_set)
+    asked.clear()
+    await until(asked.is_set)  # what it said the first time was looked at
+    assert puller.known is None
+    assert second.verdicts(first.identity.peer_id) == {}
+    assert second.told == []
+
+
 async def test_records_that_lead_elsewhere_are_refused_for_a_whole_and_then_for_good(place: Place) -> None:
     leader, made = await place.leader()
     made.offer(1, None, WHOLE)
