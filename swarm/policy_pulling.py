@@ -130,7 +130,9 @@ class PolicyPuller:
         self.up_to_date = False
         """Whether `have` was the newest version at the last look."""
         self.answered_at: float | None = None
-        """When the leader itself answered last."""
+        """When the leader itself answered last, whatever it was."""
+        self._amiss = ""
+        """What was wrong with that answer, in words; empty: nothing."""
         self.problem = ""
         """Why the newest version is not there, in words; empty: it is, or is on its way."""
         self.bytes_in = 0
@@ -176,6 +178,8 @@ class PolicyPuller:
     async def _round(self) -> None:
         known = await self._newest()
         if known is None:
+            if self._amiss:
+                raise NoWay(self._amiss)
             return
         if known.head.model != self._model:
             raise NoWay(
@@ -192,7 +196,7 @@ class PolicyPuller:
             await self._may_take(records, None)
             taken, seconds = self.bytes_in - before, self._clock() - started
             await self._arrived(Pulled(tuple(records), seconds, taken, known.issued))
-        self.problem = ""
+        self.problem = self._amiss
 
     def _tidy(self, known: KnownHead) -> None:
         """Keep what the head names, pulled whole or not, for this node and others, and nothing else. Raises OSError."""
@@ -225,19 +229,22 @@ class PolicyPuller:
                 peer, POLICY_PROTOCOL, request, max_bytes=MAX_HEAD_BYTES, timeout=self._timeout
             )
         except Busy:
+            self._answered(peer)
             return True  # it is there
         except TransportError:
             return False
         if not sealed:
+            self._answered(peer, "its leader has published nothing yet; see federation.publish there")
             return False
         try:
             found = check_head(sealed, leader=self.leader, swarm=self._swarm, now=self._clock())
         except Rejected as rejected:
+            advice = "; see that both clocks are right" if rejected.reason in _NOBODYS_FAULT else ""
+            self._answered(peer, f"what its leader gives cannot be used: {rejected.detail}{advice}")
             if rejected.reason not in _NOBODYS_FAULT:
                 self._accounts.offence(rejected, peer)
             return False
-        if peer == self.leader:
-            self.answered_at = self._clock()
+        self._answered(peer)
         if self.known is None or _is_newer(found, self.known, by_leader=peer == self.leader):
             if self.known is None or found.head.items != self.known.head.items:
                 self._refused.clear()
@@ -245,6 +252,11 @@ class PolicyPuller:
             self.known = found
             self._store.keep_head(sealed)
         return True
+
+    def _answered(self, peer: str, amiss: str = "") -> None:
+        """Remember of the leader that it is there, and what is wrong with what it gives."""
+        if peer == self.leader:
+            self.answered_at, self._amiss = self._clock(), amiss
 
     async def _records(self, known: KnownHead) -> list[PolicyRecord]:
         """The way from what is here to the newest version, empty when it is here. Raises NoWay."""

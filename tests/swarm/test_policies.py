@@ -450,6 +450,39 @@ async def test_a_head_that_is_not_of_now_is_on_nobodys_account(place: Place, iss
     assert second.told == []
 
 
+@pytest.mark.parametrize(
+    ("amiss", "problem"),
+    [
+        ("clock", "ahead of the clock here, at most 30 s; see that both clocks are right"),
+        ("swarm", "what its leader gives cannot be used: a policy of swarm 7878"),
+        ("nothing", "its leader has published nothing yet; see federation.publish there"),
+    ],
+)
+async def test_a_leader_that_answers_is_there_and_what_is_wrong_is_said(place: Place, amiss: str, problem: str) -> None:
+    leader, made = await place.leader()
+    if amiss == "clock":
+        made.signed = time.time() + 100
+    if amiss != "nothing":
+        made.offer(1, None, WHOLE)
+    if amiss == "swarm":
+        made.sign(swarm=b"x" * 32)
+    follower = await place.peer("follower", leader.identity.peer_id)
+    puller = follower.follow()
+    await until(lambda: puller.problem)
+    assert problem in puller.problem
+    assert puller.answered_at is not None
+    made.signed = time.time() - 10
+    made.items.clear()
+    made.offer(2, None, WHOLE)
+    await until(lambda: follower.pulled)
+    await until(lambda: not puller.problem)
+    if amiss == "clock":  # it goes wrong later
+        made.signed = time.time() + 100
+        made.sign()
+        await until(lambda: problem in puller.problem)
+        assert (puller.up_to_date, puller.have) == (True, (2, state(2)))
+
+
 async def test_records_that_lead_elsewhere_are_refused_for_a_whole_and_then_for_good(place: Place) -> None:
     leader, made = await place.leader()
     made.offer(1, None, WHOLE)
