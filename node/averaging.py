@@ -81,8 +81,10 @@ class Averaging:
         self._tried = step
         try:
             await self._ask_for_room(p.config.averaging.min_peers)
-            digest = await p.device.run(lambda: outer.write(outer.flatten(self._masters), own))
-            got = await self.averager.round(own, digest, p.config.averaging.timeout)
+            async with p.progress.during("averaging"):
+                digest = await p.device.run(lambda: outer.write(outer.flatten(self._masters), own))
+            async with p.progress.during("averaging"):  # a deadline of its own: a round may take nearly all of it
+                got = await self.averager.round(own, digest, p.config.averaging.timeout)
             try:
                 return await self._step(p, got, own, keep)
             finally:
@@ -104,9 +106,11 @@ class Averaging:
         step, least, before = self.trainer.step, p.config.averaging.min_peers, self.state
         if len(got.all) < least:
             raise NotAveraged(f"weights of {len(got.all)} nodes came, and averaging.min_peers is {least}")
-        stats = await p.device.run(self._take, got, p.config)
+        async with p.progress.during("averaging"):
+            stats = await p.device.run(self._take, got, p.config)
         try:
-            await p.device.run(keep)
+            async with p.progress.during("checkpoint"):
+                await p.device.run(keep)
         except CheckpointError as error:
             if p.checkpoints.base != step:
                 await p.device.run(self._undo, before, own)

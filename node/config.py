@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
-from node.config_averaging import AveragingConfig
+from node.config_averaging import ROUND_SLACK, AveragingConfig
 from node.config_train import TRAIN_AT_START, TrainConfig
 from node.config_types import Kbps, Multiaddrs, Peers, Section, Texts, listened, quiet, signing_peer
 
@@ -318,8 +318,8 @@ class Config(Section):
                 f"averaging.method = {self.averaging.method} changes weights between two steps, which a vLLM server "
                 "would not get; set rollout.engine to transformers, or averaging.method to none"
             )
-        if self.averaging.timeout >= self.limits.stage_seconds:
+        if self.averaging.timeout + ROUND_SLACK > self.limits.stage_seconds:
             raise ValueError(
-                f"averaging.timeout = {self.averaging.timeout:g} is not within limits.stage_seconds = "
-                f"{self.limits.stage_seconds:g}, the deadline of a stage; lower it"
+                f"averaging.timeout = {self.averaging.timeout:g} and {ROUND_SLACK:g} s more are not within "
+                f"limits.stage_seconds = {self.limits.stage_seconds:g}, the deadline of a stage; lower it"
             )
