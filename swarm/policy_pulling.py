@@ -26,6 +26,8 @@ from protocol.policy import (
     PolicyRequest,
     check_head,
     check_record,
+    is_newer,
+    leads,
     rendezvous,
     way_to,
 )
@@ -245,7 +247,7 @@ class PolicyPuller:
                 self._accounts.offence(rejected, peer)
             return False
         self._answered(peer)
-        if self.known is None or _is_newer(found, self.known, by_leader=peer == self.leader):
+        if self.known is None or is_newer(found, self.known, by_leader=peer == self.leader):
             if self.known is None or found.head.items != self.known.head.items:
                 self._refused.clear()
                 self._untidy = True
@@ -276,7 +278,7 @@ class PolicyPuller:
             if sum(item.size for item in way) > self._max_bytes:
                 raise NoWay(f"it takes over {self._max_bytes >> 20} MB, more than this model's weights can")
             records = [await self._record(item) for item in way]
-            if _leads(records, state if start is not None else b""):
+            if leads(records, state if start is not None else b""):
                 return records
         raise NoWay(f"nothing leads from version {version} to {newest.version}; its leader must offer a whole one")
 
@@ -375,22 +377,6 @@ class PolicyPuller:
     def _mismatch(self, peer: str, piece: bytes) -> None:
         rejected = Rejected(Reason.hash_mismatch, f"sent {len(piece)} bytes of another hash than asked for")
         self._accounts.offence(rejected, peer)
-
-
-def _is_newer(found: KnownHead, known: KnownHead, *, by_leader: bool) -> bool:
-    """Of the same second, what the leader itself says now counts, or else the higher version."""
-    if found.issued != known.issued:
-        return found.issued > known.issued
-    return found.sealed != known.sealed and (by_leader or found.head.version > known.head.version)
-
-
-def _leads(records: Sequence[PolicyRecord], state: bytes) -> bool:
-    """Whether each record starts from the weights that the one before leads to."""
-    for record in records:
-        if record.base is not None and record.base_state != state:
-            return False
-        state = record.state
-    return True
 
 
 def _name_of(record: PolicyRecord) -> bytes:
