@@ -17,7 +17,8 @@ import torch
 from node.checkpoint import CheckpointError
 from node.config import Config
 from node.history import History
-from node.home import Home
+from node.home import AVERAGING, Home
+from node.limits import NoRoom
 from node.models import ModelError
 from node.training import outer
 from node.training.local import LocalTrainer
@@ -42,6 +43,8 @@ class Averaging:
         """`directory`: of the home, for the own weights of a round."""
         self.trainer, self.averager, self.directory = trainer, averager, directory
         self.state: Outer | None = None
+        self.no_room: NoRoom | None = None
+        """Asked before each round, where somebody knows; None: nobody does."""
         self._tried = 0
         """Inner step of the last round that was tried."""
 
@@ -77,8 +80,11 @@ class Averaging:
         p, step, own = parts, self.trainer.step, self.directory / "own.bin"
         self._tried = step
         try:
-            digest = await p.device.run(lambda: outer.write(outer.flatten(self._masters), own))
-            got = await self.averager.round(own, digest, p.config.averaging.timeout)
+            await self._ask_for_room(p.config.averaging.min_peers)
+            async with p.progress.during("averaging"):
+                digest = await p.device.run(lambda: outer.write(outer.flatten(self._masters), own))
+            async with p.progress.during("averaging"):  # a deadline of its own: a round may take nearly all of it
+                got = await self.averager.round(own, digest, p.config.averaging.timeout)
             try:
                 return await self._step(p, got, own, keep)
             finally:
@@ -89,14 +95,22 @@ class Averaging:
             p.history.event("error", "averaging", f"no outer step after step {step}: {error}; free some disk")
         return False
 
+    async def _ask_for_room(self, weights: int) -> None:
+        """Raises NotAveraged where so many nodes' weights have no room."""
+        size = weights * outer.BYTES * sum(master.numel() for master in self._masters.values())
+        if self.no_room is not None and (why := await self.no_room(size)):
+            raise NotAveraged(why)
+
     async def _step(self, p: "Parts", got: Contributions, own: Path, keep: Callable[[], Any]) -> bool:
         """The outer step, kept or undone; whether it was kept. Raises NotAveraged, NoOuterStep, OSError."""
         step, least, before = self.trainer.step, p.config.averaging.min_peers, self.state
         if len(got.all) < least:
             raise NotAveraged(f"weights of {len(got.all)} nodes came, and averaging.min_peers is {least}")
-        stats = await p.device.run(self._take, got, p.config)
+        async with p.progress.during("averaging"):
+            stats = await p.device.run(self._take, got, p.config)
         try:
-            await p.device.run(keep)
+            async with p.progress.during("checkpoint"):
+                await p.device.run(keep)
         except CheckpointError as error:
             if p.checkpoints.base != step:
                 await p.device.run(self._undo, before, own)
@@ -199,7 +213,7 @@ def make_averaging(
     assert isinstance(trainer, LocalTrainer)  # the settings allow no other
     masters = trainer.weights.masters
     named = hashlib.sha256(b"|".join((mark.encode(), outer.layout(masters).encode(), manifest, psk or b"")))
-    directory = home.path / "averaging"
+    directory = home.path / AVERAGING
     directory.mkdir(mode=0o700, exist_ok=True)
     setup = Setup(
         prefix=f"shoal{named.hexdigest()[:40]}",

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
-from node.config_averaging import AveragingConfig
+from node.config_averaging import ROUND_SLACK, AveragingConfig
 from node.config_train import TRAIN_AT_START, TrainConfig
 from node.config_types import Kbps, Multiaddrs, Peers, Section, Texts, listened, quiet, signing_peer
 
@@ -127,7 +127,7 @@ class FederationConfig(Section):
     dtype: Literal["bfloat16", "float32"] = Field(
         "bfloat16", description="type of the published weights; the same at leader and followers"
     )
-    staleness: int = Field(4, ge=0, le=16, description="versions that a follower's group may be behind")
+    staleness: int = Field(4, ge=0, le=16, description="published versions that a follower's group may be behind")
     spot_check: float = Field(
         0.1, ge=0, le=1, description="share of followers' groups whose log-probs are computed again before use"
     )
@@ -318,8 +318,8 @@ class Config(Section):
                 f"averaging.method = {self.averaging.method} changes weights between two steps, which a vLLM server "
                 "would not get; set rollout.engine to transformers, or averaging.method to none"
             )
-        if self.averaging.timeout >= self.limits.stage_seconds:
+        if self.averaging.timeout + ROUND_SLACK > self.limits.stage_seconds:
             raise ValueError(
-                f"averaging.timeout = {self.averaging.timeout:g} is not within limits.stage_seconds = "
-                f"{self.limits.stage_seconds:g}, the deadline of a stage; lower it"
+                f"averaging.timeout = {self.averaging.timeout:g} and {ROUND_SLACK:g} s more are not within "
+                f"limits.stage_seconds = {self.limits.stage_seconds:g}, the deadline of a stage; lower it"
             )

@@ -6,6 +6,9 @@ from pydantic import AfterValidator, Field, model_validator
 
 from node.config_types import Averagers, Decay, Section, listened
 
+ROUND_SLACK = 30.0
+"""Seconds over `averaging.timeout` in which a round is given up for sure: a stage that ends first ends the node."""
+
 
 class AveragingConfig(Section):
     method: Literal["none", "diloco"] = Field(

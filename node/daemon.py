@@ -248,6 +248,7 @@ class Daemon:
         services.create_task(self._told(parts.exchange.run()), name="exchange")
         if parts.averaging is not None:
             self.history.event("warning", "averaging", CAUTION)
+            parts.averaging.no_room = self.holding.no_room
             services.create_task(self._told(parts.averaging.averager.run()), name="averaging")
             if finding := make_finding(parts, private=self.home.swarm().psk is not None):
                 services.create_task(self._told(finding.run()), name="averagers")

@@ -68,8 +68,10 @@ class ForeignGroups:
         if p.rounds is not None:
             p.rounds.trained.update(entry.producer for entry, _ in rollouts)
         followers = [entry.digest for entry, _ in rollouts if self._followed(entry)]
-        versions = [self.followers.version_of(entry) for entry, _ in rollouts] if self.followers else []
-        self.behind = [p.trainer.step - version for version in versions if version is not None and version >= 0]
+        self.behind = []
+        if self.followers is not None:
+            versions = [self.followers.version_of(entry) for entry, _ in rollouts]
+            self.behind = [self.followers.behind(v) for v in versions if v is not None and v >= 0]
         try:
             p.store.mark_used([entry.digest for entry in chosen], followers)
         except StoreError as error:  # a full disk: the sampler counts the uses too

@@ -35,7 +35,9 @@ COMMANDS = (
 NAMED_COMMAND = re.compile(rf"(?<![\w./@-])shoal (?=(?:{'|'.join(COMMANDS)})\b)")
 """A command as messages name it."""
 PASSING = (".aside-", ".backup-")
-"""What directories begin with that go again: checkpoints that are written aside, backups that are made."""
+"""What directories and files begin with that go again: checkpoints and weights that are written aside, backups."""
+AVERAGING = "averaging"
+"""Directory of the home with the weights of a round, which asks for its room itself."""
 
 
 class HomeError(Exception):
@@ -354,8 +356,12 @@ def home_size(home: Path) -> int:
     """Bytes of all files in a home, without what is there in passing."""
     total = 0
     for directory, names, files in os.walk(home):
-        names[:] = [name for name in names if not name.startswith(PASSING)]
+        names[:] = [
+            name for name in names if not name.startswith(PASSING) and Path(directory) / name != home / AVERAGING
+        ]
         for name in files:
+            if name.startswith(PASSING):
+                continue
             try:
                 total += (Path(directory) / name).lstat().st_size
             except OSError:  # gone since it was listed

@@ -105,7 +105,11 @@ def isolate_averager(memory_mb: int, file_bytes: int, readable: Path, writable: 
         return ("rlimits",)
     own = Path(__file__).parents[1]
     code = [Path(entry) for entry in sys.path if entry and Path(entry) != own]  # a home may be below it
-    allowed = [(path, landlock.RUN) for path in (*_of_python(), *code)]
+    loaders = (loader for room in ("/lib", "/lib64") for loader in Path(room).glob("ld-*.so*"))
+    # libraries need no more than to be read. Below the prefix of a system's Python are all of its programs, which the
+    # loader would run if it could read them; what Python needs of it is named without
+    allowed = [(path, landlock.READ) for path in _of_python() if path != Path("/usr")]
+    allowed += [(path, landlock.RUN) for path in (Path(sys.executable), *loaders, *code)]
     allowed += [(own / room, landlock.READ) for room in ("node", "protocol", "swarm")]
     allowed += [(Path(path), landlock.READ) for path in NETWORK_PATHS]
     allowed += [(Path("/dev/shm"), landlock.WRITE), (Path("/dev/null"), landlock.WRITE)]

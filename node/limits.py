@@ -7,7 +7,7 @@ was set is believed, because everything is worked out anew each time.
 import logging
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta, tzinfo
 from pathlib import Path
@@ -158,6 +158,10 @@ def limit_hold(
 def over_disk(limit_mb: int, disk: Disk) -> int:
     """Bytes above limits.disk_mb."""
     return max(0, disk.used - (limit_mb << 20)) if limit_mb else 0
+
+
+NoRoom = Callable[[int], Awaitable[str]]
+"""Why there is no room for so many bytes more, and what to do; empty: there is."""
 
 
 def no_room(limit_mb: int, disk: Disk, size: int) -> str:

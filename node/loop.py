@@ -305,9 +305,8 @@ class Loop:
 
     async def _average(self, averaging: Averaging) -> None:
         """A round with the nodes that are there; an outer step is in a checkpoint when this returns, or not taken."""
-        async with self.parts.progress.during("averaging"):
-            if await averaging.round(self.parts, self._keep):
-                self._checkpointed_at = self.parts.clock()
+        if await averaging.round(self.parts, self._keep):
+            self._checkpointed_at = self.parts.clock()
 
     # -- beside the line -------------------------------------------------------------------------------------
 

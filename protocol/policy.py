@@ -171,6 +171,22 @@ def check_record(raw: bytes, item: PolicyItem) -> PolicyRecord:
     return record
 
 
+def is_newer(found: KnownHead, known: KnownHead, *, by_leader: bool) -> bool:
+    """Of the same second, what the leader itself says now counts, or else the higher version."""
+    if found.issued != known.issued:
+        return found.issued > known.issued
+    return found.sealed != known.sealed and (by_leader or found.head.version > known.head.version)
+
+
+def leads(records: Sequence[PolicyRecord], state: bytes) -> bool:
+    """Whether each record starts from the weights that the one before leads to."""
+    for record in records:
+        if record.base is not None and record.base_state != state:
+            return False
+        state = record.state
+    return True
+
+
 def way_to(items: Sequence[PolicyItem], have: int | None) -> list[PolicyItem] | None:
     """The items to apply, in order, to come from version `have` (None: from nothing) to the last one of `items` for
     the fewest bytes; an empty list: it is there already; None: there is no way."""
@@ -196,7 +212,7 @@ def kept_items(items: Sequence[PolicyItem], staleness: int) -> list[PolicyItem]:
     kept: list[PolicyItem] = []
     for item in reversed(changes[-(MAX_ITEMS - 1) :]):
         room -= item.size
-        if room < 0 and items[-1].version - item.version >= staleness:
+        if room < 0 and len(kept) >= staleness:
             break
         kept.append(item)
     return sorted([*wholes[-1:], *kept], key=lambda item: (item.version, item.base is None))

@@ -26,6 +26,8 @@ from protocol.policy import (
     PolicyRequest,
     check_head,
     check_record,
+    is_newer,
+    leads,
     rendezvous,
     way_to,
 )
@@ -46,6 +48,11 @@ ASKED_BESIDES = 3
 MAX_HOLDERS = 16
 GIVE_UP_ATTEMPTS = 8
 """Times that holders of a piece may ask to wait, or fail, before the pull begins anew with the next head."""
+
+
+_NOBODYS_FAULT = {Reason.stale, Reason.from_future}
+"""Of who gives such a head: followers keep that of a leader that is gone, which says what their pieces are, and clocks
+differ."""
 
 
 class NoWay(Exception):
@@ -117,13 +124,17 @@ class PolicyPuller:
         self._holds_some = asyncio.Event()
         self._refused: set[bytes] = set()
         """Records that led to other weights than they said; only of the present head."""
+        self._untidy = True
+        """Whether pieces may be here that nobody needs: of an earlier process, of a head that was replaced, refused."""
         self.known: KnownHead | None = None
         self.have: tuple[int, bytes] | None = None
         """Version and state of the weights to start from; None: there are none."""
         self.up_to_date = False
         """Whether `have` was the newest version at the last look."""
         self.answered_at: float | None = None
-        """When the leader itself answered last."""
+        """When the leader itself answered last, whatever it was."""
+        self._amiss = ""
+        """What was wrong with that answer, in words; empty: nothing."""
         self.problem = ""
         """Why the newest version is not there, in words; empty: it is, or is on its way."""
         self.bytes_in = 0
@@ -162,28 +173,23 @@ class PolicyPuller:
         this was one already, it waits for another head."""
         if pulled.records[0].base is None:
             self._refused.update(_name_of(record) for record in pulled.records)
-        self.have = None
-
-    def tidy(self) -> None:
-        """Keep what the present head names, for others, and nothing else. Not while a pull is under way."""
-        kept: set[bytes] = set()
-        for item in self.known.head.items if self.known else ():
-            kept.add(item.record)
-            if raw := self._store.read(item.record):
-                with contextlib.suppress(Rejected):  # of a version that was refused
-                    kept.update(check_record(raw, item).pieces)
-        self._store.keep_only(kept)
+        self.have, self._untidy = None, True
 
     # -- one round -------------------------------------------------------------------------------------------
 
     async def _round(self) -> None:
         known = await self._newest()
         if known is None:
+            if self._amiss:
+                raise NoWay(self._amiss)
             return
         if known.head.model != self._model:
             raise NoWay(
                 f"its base model is {known.head.model}, this node's {self._model}; set model.path to the leader's"
             )
+        if self._untidy:  # before room is asked for, and while no pull is under way
+            await asyncio.to_thread(self._tidy, known)
+            self._untidy = False
         started, before = self._clock(), self.bytes_in
         records = await self._records(known)
         self.up_to_date = not records
@@ -192,7 +198,19 @@ class PolicyPuller:
             await self._may_take(records, None)
             taken, seconds = self.bytes_in - before, self._clock() - started
             await self._arrived(Pulled(tuple(records), seconds, taken, known.issued))
-        self.problem = ""
+        self.problem = self._amiss
+
+    def _tidy(self, known: KnownHead) -> None:
+        """Keep what the head names, pulled whole or not, for this node and others, and nothing else. Raises OSError."""
+        kept: set[bytes] = set()
+        for item in known.head.items:
+            if item.record in self._refused:
+                continue
+            kept.add(item.record)
+            if raw := self._store.read(item.record):
+                with contextlib.suppress(Rejected):  # malformed: its leader is told of, and blamed, where it is used
+                    kept.update(check_record(raw, item).pieces)
+        self._store.keep_only(kept)
 
     async def _newest(self) -> KnownHead | None:
         """The newest head that can be had; None: none was ever heard."""
@@ -213,24 +231,34 @@ class PolicyPuller:
                 peer, POLICY_PROTOCOL, request, max_bytes=MAX_HEAD_BYTES, timeout=self._timeout
             )
         except Busy:
+            self._answered(peer)
             return True  # it is there
         except TransportError:
             return False
         if not sealed:
+            self._answered(peer, "its leader has published nothing yet; see federation.publish there")
             return False
         try:
             found = check_head(sealed, leader=self.leader, swarm=self._swarm, now=self._clock())
         except Rejected as rejected:
-            self._accounts.offence(rejected, peer)
+            advice = "; see that both clocks are right" if rejected.reason in _NOBODYS_FAULT else ""
+            self._answered(peer, f"what its leader gives cannot be used: {rejected.detail}{advice}")
+            if rejected.reason not in _NOBODYS_FAULT:
+                self._accounts.offence(rejected, peer)
             return False
-        if peer == self.leader:
-            self.answered_at = self._clock()
-        if self.known is None or _is_newer(found, self.known, by_leader=peer == self.leader):
+        self._answered(peer)
+        if self.known is None or is_newer(found, self.known, by_leader=peer == self.leader):
             if self.known is None or found.head.items != self.known.head.items:
                 self._refused.clear()
+                self._untidy = True
             self.known = found
             self._store.keep_head(sealed)
         return True
+
+    def _answered(self, peer: str, amiss: str = "") -> None:
+        """Remember of the leader that it is there, and what is wrong with what it gives."""
+        if peer == self.leader:
+            self.answered_at, self._amiss = self._clock(), amiss
 
     async def _records(self, known: KnownHead) -> list[PolicyRecord]:
         """The way from what is here to the newest version, empty when it is here. Raises NoWay."""
@@ -250,7 +278,7 @@ class PolicyPuller:
             if sum(item.size for item in way) > self._max_bytes:
                 raise NoWay(f"it takes over {self._max_bytes >> 20} MB, more than this model's weights can")
             records = [await self._record(item) for item in way]
-            if _leads(records, state if start is not None else b""):
+            if leads(records, state if start is not None else b""):
                 return records
         raise NoWay(f"nothing leads from version {version} to {newest.version}; its leader must offer a whole one")
 
@@ -349,22 +377,6 @@ class PolicyPuller:
     def _mismatch(self, peer: str, piece: bytes) -> None:
         rejected = Rejected(Reason.hash_mismatch, f"sent {len(piece)} bytes of another hash than asked for")
         self._accounts.offence(rejected, peer)
-
-
-def _is_newer(found: KnownHead, known: KnownHead, *, by_leader: bool) -> bool:
-    """Of the same second, what the leader itself says now counts, or else the higher version."""
-    if found.issued != known.issued:
-        return found.issued > known.issued
-    return found.sealed != known.sealed and (by_leader or found.head.version > known.head.version)
-
-
-def _leads(records: Sequence[PolicyRecord], state: bytes) -> bool:
-    """Whether each record starts from the weights that the one before leads to."""
-    for record in records:
-        if record.base is not None and record.base_state != state:
-            return False
-        state = record.state
-    return True
 
 
 def _name_of(record: PolicyRecord) -> bytes:

@@ -1,7 +1,7 @@
 """The leader's side of groups in: which foreign groups were sampled with its policy, and whether they may be used."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from node.federation.publishing import Publisher, UnknownVersion
@@ -33,17 +33,22 @@ class Followers:
         """Which version of this node's policy the group claims; None: none."""
         return claimed_version(entry.model, self._publisher.leader, self._publisher.versions)
 
+    def behind(self, version: int) -> int:
+        """How many versions were published after this one."""
+        return _behind(version, self._publisher.versions)
+
     def fresh(self, pool: Sequence[PoolEntry]) -> list[PoolEntry]:
         """The pool without groups of followers that are too far behind, which are withdrawn."""
         step, most = self.parts.trainer.step, self.parts.config.federation.staleness
         versions, kept = self._publisher.versions, []
         for entry in pool:
             version = claimed_version(entry.model, self._publisher.leader, versions)
-            if version is None or (version >= 0 and 0 <= step - version <= most):
+            if version is None or (0 <= version <= step and _behind(version, versions) <= most):
                 kept.append(entry)
                 continue
+            newest = f"the newest is {self._publisher.version}; at most {most} published ones behind"
             said = f"of version {version}" if version >= 0 else "of a version that is no longer kept"
-            self._withdraw(entry, Rejected(Reason.stale_policy, f"{said}, this is {step}; at most {most} behind"))
+            self._withdraw(entry, Rejected(Reason.stale_policy, f"{said}, {newest}"))
         return kept
 
     async def checked(self, chosen: Sequence[tuple[PoolEntry, Rollout]]) -> list[tuple[PoolEntry, Rollout]]:
@@ -79,3 +84,7 @@ class Followers:
             self.parts.exchange.withdraw(entry.digest, entry.producer, rejected)
         except StoreError as error:
             log.error("group %s could not be withdrawn: %s", entry.digest.hex()[:12], error)
+
+
+def _behind(version: int, versions: Mapping[str, int]) -> int:
+    return sum(later > version for later in versions.values())

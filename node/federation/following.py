@@ -10,7 +10,7 @@ import asyncio
 import logging
 import math
 import re
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,6 +31,7 @@ from node.federation.weights_file import (
     write_whole,
 )
 from node.home import write_atomic
+from node.limits import NoRoom
 from node.own_groups import OwnGroups
 from node.rollouts import Rollout
 from node.summary import summarise
@@ -45,8 +46,9 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _NAME = re.compile(r"weights-(\d+)-([0-9a-f]{16})\.safetensors\Z")
-NoRoom = Callable[[int], Awaitable[str]]
-"""Why there is no room for so many bytes more, and what to do; empty: there is."""
+_MALFORMED = (BadWeights, BadChanges, ValueError, TypeError, ArithmeticError, LookupError)
+"""What making weights of a leader's bytes ends in where they are none: as foreseen, or else in a way that must not end
+the node at every start either."""
 SILENT_SECONDS = 60.0
 """A leader that has not answered for so long is said to be gone."""
 
@@ -140,22 +142,27 @@ class Following:
         self._made = self._path(newest.version, newest.state)
         try:
             staged = await asyncio.to_thread(self._write, pulled)
-        except (BadWeights, BadChanges) as problem:
-            log.error("version %d of the policy is not taken up: %s", pulled.version, problem)
+        except _MALFORMED as problem:
+            foreseen = isinstance(problem, BadWeights | BadChanges)
+            log.error(
+                "version %d of the policy is not taken up: %s",
+                pulled.version,
+                problem,
+                exc_info=None if foreseen else problem,
+            )
             self.puller.refuse(pulled)
             return
         finally:
             self._made = None
         self._staged, self.last = staged, pulled
         self.puller.have = staged.number, staged.state
-        self.puller.tidy()
         self._tidy()
 
     def _write(self, pulled: Pulled) -> Version:
         records, file = list(pulled.records), self._staged.file if self._staged else None
         newest = records[-1]
         path = self._path(newest.version, newest.state)
-        aside = path.with_name("whole.safetensors")
+        aside = path.with_name(".aside-whole.safetensors")
         try:
             if records[0].base is None:
                 whole = records.pop(0)
@@ -299,7 +306,7 @@ class Following:
         return None
 
     def _write_base(self, weights: Mapping[str, Any]) -> Version:
-        file = write_weights(weights, self._store.directory / "base.safetensors", self._dtype)
+        file = write_weights(weights, self._store.directory / ".aside-base.safetensors", self._dtype)
         state = file.digest()
         path = self._path(0, state)
         file.path.replace(path)

@@ -12,7 +12,7 @@ import asyncio
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -46,8 +46,8 @@ HEAD_SECONDS = 3600.0
 SIGN_SECONDS = 600.0
 READ_BYTES = 4 << 20
 MAX_TOLD = 64
-NEW = "new.safetensors"
-"""A version that is being written."""
+NEW = ".aside-new.safetensors"
+"""A version that is being written: it takes no room of the home's limit (node/home.py)."""
 
 
 class _Entry(msgspec.Struct, frozen=True, array_like=True):
@@ -172,7 +172,7 @@ class Publisher:
             self._sign()
         except (OSError, ValueError, Rejected, BadWeights) as error:  # a full disk, or damaged: training goes on
             self._last = None  # what is there is looked at before it is built on
-            (self._store.directory / NEW).unlink(missing_ok=True)
+            await asyncio.to_thread(self._clear)
             self._tell("error", f"version {version} of the policy is not published: {error}")
             return
         sizes = {item.base is None: item.size for item in made}
@@ -217,8 +217,20 @@ class Publisher:
             for old in self._store.directory.glob("weights-*.safetensors"):
                 if old != path:
                     old.unlink(missing_ok=True)
-            self._store.keep_only({digest for item in kept for digest in (item.record, *self._record(item).pieces)})
+            self._keep_only(kept)
         return made
+
+    def _clear(self) -> None:
+        """Remove what there is of a version that was not published: nothing else would, while the disk is full."""
+        try:
+            (self._store.directory / NEW).unlink(missing_ok=True)
+            self._keep_only(entry.item for entry in self._entries)
+        except (OSError, Rejected) as problem:  # damaged: the next version is published anew, as a whole
+            log.warning("what is left of a version stays: %s", problem)
+
+    def _keep_only(self, items: Iterable[PolicyItem]) -> None:
+        """Remove all records and pieces but those of `items`. Raises OSError, Rejected."""
+        self._store.keep_only({digest for item in items for digest in (item.record, *self._record(item).pieces)})
 
     def _record_of(
         self, version: int, base: _Entry | None, state: bytes, blocks: Iterator[bytes], file: Path

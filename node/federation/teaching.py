@@ -4,6 +4,7 @@ The teacher answers with its present policy between two pieces of its own work; 
 batch before the step is journalled (node/training/distill.py says what they are for).
 """
 
+import asyncio
 import logging
 import math
 from collections.abc import Callable, Sequence
@@ -80,7 +81,8 @@ class Teaching:
             for group in request.groups
         ]
         members = [(g, s) for g, group in enumerate(groups) for s, one in enumerate(group.sequences) if one.token_ids]
-        micros = micro_batches(groups, members, self._budget)
+        # up to a second for a question that is then refused: not where the node answers others
+        micros = await asyncio.to_thread(micro_batches, groups, members, self._budget)
         work = sum(len(micro.trie) for micro in micros)
         if work > MAX_WORK * request.tokens:  # its prompts would be computed again and again
             return self._refusal(

@@ -1,5 +1,6 @@
 """Rounds in a node's loop: an outer step is in a checkpoint or undone, and restarts go on bit for bit."""
 
+import asyncio
 import os
 import signal
 import subprocess
@@ -22,16 +23,18 @@ from node.averaging import CAUTION, Averaging, make_averaging
 from node.checkpoint import CheckpointError, CheckpointStore
 from node.client import DaemonUnreachable, RequestRefused, connect
 from node.config import Config
+from node.config_averaging import ROUND_SLACK
 from node.config_train import TrainConfig
 from node.device import Device
 from node.history import History
 from node.home import Home
 from node.models import ModelError, load_model
+from node.progress import Progress
 from node.training import outer
 from node.training.local import LocalTrainer
 from protocol.invite import Invite
 from protocol.manifest import EnvironmentSpec, make_manifest
-from swarm.averaging import Contribution, Contributions, NotAveraged
+from swarm.averaging import SLACK_SECONDS, Contribution, Contributions, NotAveraged
 from tests.node.fsdp.conftest import batch
 
 DEADLINE = 300.0
@@ -70,7 +73,7 @@ def make(tmp_path: Path, tiny_model: Callable[..., Path]) -> Iterator[Callable[.
         config = Config.model_validate({"averaging": {"method": "diloco", "every": 2}})
         return SimpleNamespace(
             trainer=trainer, averaging=averaging, history=history, device=device, config=config, place=place,
-            checkpoints=SimpleNamespace(base=0),
+            checkpoints=SimpleNamespace(base=0), progress=Progress(time.time, 60.0),
         )  # fmt: skip
 
     yield made
@@ -113,6 +116,45 @@ async def test_a_round_takes_the_outer_step_and_nobody_there_takes_none(make: Ca
     assert "averaged after step 2 with 1 others" in told(node)[-1]
     assert "cosine 1.00" in told(node)[-1]
     assert sorted(path.name for path in (node.place / "averaging").iterdir()) == ["own.bin"]
+
+
+async def test_a_round_and_its_checkpoint_each_have_the_deadline_of_a_stage(make: Callable[..., Any]) -> None:
+    node = make()
+    node.progress.deadline = 2.0
+    node.averaging.begin(None)
+    start = flat(node)
+    node.trainer.update(batch(1))
+    node.averaging.averager.brings = [start.numpy()]
+    come_together = node.averaging.averager.round
+
+    async def late(*arguments: Any) -> Contributions:
+        await asyncio.sleep(1.2)
+        return await come_together(*arguments)
+
+    node.averaging.averager.round = late
+    assert await node.averaging.round(node, lambda: time.sleep(1.2)) is True
+    assert node.progress.stages["averaging"] > 1.2
+    assert node.progress.stages["checkpoint"] > 1.2
+    # and what is configured leaves a round the time in which it is given up
+    assert ROUND_SLACK > SLACK_SECONDS
+
+
+async def test_a_round_without_room_is_not_begun(make: Callable[..., Any]) -> None:
+    node, asked = make(), list[int]()
+
+    async def no_room(size: int) -> str:
+        asked.append(size)
+        return "it takes 9 MB of disk, and limits.disk_mb leaves 0; raise it"
+
+    node.averaging.begin(None)
+    node.trainer.update(batch(1))
+    node.averaging.no_room = no_room
+    assert await node.averaging.round(node, lambda: pytest.fail("there is nothing to keep")) is False
+    assert asked == [2 * 4 * len(flat(node))]  # of two nodes, in float32
+    assert node.averaging.averager.asked == 0
+    assert told(node) == [
+        "no outer step after step 1: it takes 9 MB of disk, and limits.disk_mb leaves 0; raise it; going on alone"
+    ]
 
 
 async def test_an_outer_step_that_cannot_be_kept_is_undone(make: Callable[..., Any]) -> None:

@@ -68,6 +68,7 @@ def test_what_cannot_work_is_refused_with_what_can(home: Home, settings: dict[st
         ),
         ({"averaging.method": "diloco", "train.shards": "2"}, ["train.shards is 2", "set train.shards to 1"]),
         ({"averaging.method": "diloco", "rollout.engine": "vllm"}, ["set rollout.engine to transformers"]),
+        ({"averaging.method": "diloco", "averaging.timeout": "590"}, ["= 590 and 30 s more", "lower it"]),
         ({"averaging.method": "diloco", "averaging.timeout": "900"}, ["limits.stage_seconds = 600", "lower it"]),
         ({"averaging.method": "diloco", "federation.publish": "true"}, ["set averaging.method to none"]),
         ({"averaging.robust": "median"}, ["plain mean of two values", "set averaging.min_peers to at least 3"]),

@@ -13,6 +13,7 @@ from node import holding
 from node.checkpoint import CheckpointStore
 from node.config import LimitsConfig
 from node.device import Device
+from node.federation.publishing import NEW
 from node.history import History
 from node.holding import Holding, measure
 from node.progress import Progress
@@ -297,9 +298,19 @@ def test_what_a_home_takes(node: Node) -> None:
     write_checkpoint(node, 3, 4 << 20)
     aside = node.checkpoints.directory / ".aside-step-4"
     aside.mkdir()
-    (aside / "model").write_bytes(bytes(9 << 20))
+    (node.path / "policies" / "leader").mkdir(parents=True)
+    (node.path / "policies" / "averaging").write_bytes(b"is no round's")
+    (node.path / "averaging" / "peers").mkdir(parents=True)
+    passing = [
+        aside / "model",
+        node.path / "policies" / "leader" / NEW,
+        node.path / "averaging" / "own.bin",
+        node.path / "averaging" / "peers" / "peer-0.bin",
+    ]
+    for path in passing:
+        path.write_bytes(bytes(9 << 20))
     found = measure(node.path, node.checkpoints, 5)
-    files = [path for path in node.path.rglob("*") if path.is_file() and aside not in path.parents]
+    files = [path for path in node.path.rglob("*") if path.is_file() and path not in passing]
     assert found.used == sum(path.stat().st_size for path in files)
     assert 4 << 20 <= found.checkpoint < 5 << 20
     assert found.free > 0

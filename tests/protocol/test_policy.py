@@ -171,6 +171,9 @@ def test_what_a_leader_keeps() -> None:
     large = [item(0, None, 100), *(item(i, i - 1, 90) for i in range(1, 20))]
     assert [one.version for one in kept_items(large, 2)] == [0, 16, 17, 18, 19]
     assert [one.version for one in kept_items(large, 10)] == [0, *range(10, 20)]
+    # as many where only every tenth update is published
+    rare = [item(0, None, 100), *(item(10 * i, 10 * (i - 1), 90) for i in range(1, 20))]
+    assert [one.version for one in kept_items(rare, 6)] == [0, *range(140, 200, 10)]
 
 
 def test_pieces_grow_with_what_is_cut() -> None:

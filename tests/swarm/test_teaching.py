@@ -13,10 +13,11 @@ from protocol.teaching import TEACH_PROTOCOL, AskedGroup, TeachAnswer, TeachRequ
 from swarm import teaching
 from swarm.accounts import Accounts
 from swarm.experience import ExperienceStore
+from swarm.fetch import LEAST_WAIT_SECONDS
 from swarm.memory import MemoryHub, MemoryTransport
 from swarm.reputation import Reputation
 from swarm.teaching import MAX_OF_ONE, NotTaught, TeachServing, ask
-from swarm.transport import RequestFailed
+from swarm.transport import Busy, RequestFailed
 from tests.swarm.world import who
 
 SWARM = b"s" * 32
@@ -51,6 +52,7 @@ class Place:
 @pytest.fixture
 async def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Place]:
     monkeypatch.setattr(teaching, "COME_BACK_SECONDS", 0.01)
+    monkeypatch.setattr(teaching, "LEAST_WAIT_SECONDS", 0.01)
     made = Place(tmp_path)
     yield made
     for store in made.stores:
@@ -108,6 +110,26 @@ async def test_a_teacher_that_does_not_answer_costs_the_deadline_and_no_more(pla
     nobody = Identity.generate().peer_id
     with pytest.raises(NotTaught, match="no answer in time"):
         await ask(learner, accounts, nobody, question(1), seconds=0.2, clock=time.monotonic)
+
+
+async def test_a_teacher_that_asks_to_wait_for_no_time_is_asked_twice_a_second(
+    place: Place, started: Started, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(teaching, "LEAST_WAIT_SECONDS", LEAST_WAIT_SECONDS)
+    _, _, learner, accounts = await started()
+    asked: list[str] = []
+
+    async def at_once(peer: str, data: bytes) -> bytes:
+        asked.append(peer)
+        raise Busy(0.0)
+
+    hasty = place.hub.transport(who("hasty"))
+    await hasty.start()
+    hasty.serve(TEACH_PROTOCOL, at_once, max_request=1 << 20)
+    await learner.connect(hasty.addresses()[0], timeout=1)
+    with pytest.raises(NotTaught, match="it is busy"):
+        await ask(learner, accounts, hasty.peer_id, question(1), seconds=0.8, clock=time.monotonic)
+    assert len(asked) == 2
 
 
 async def test_one_peer_does_not_fill_the_queue_and_pays_for_what_it_asks(place: Place, started: Started) -> None:

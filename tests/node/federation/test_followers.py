@@ -167,16 +167,25 @@ async def test_the_weights_of_the_trainer_are_untouched_by_a_check(lead: Lead, m
 
 async def test_groups_too_far_behind_are_withdrawn(lead: Lead, model: Any) -> None:
     world, bundle = Pool(lead, lead.bundle), model()
-    late = world.add(sampled(lead, bundle, 1) if 1 in lead.publisher.versions.values() else sampled(lead, bundle, 2))
+    late = world.add(sampled(lead, bundle, 1))
     unknown = world.add(sampled(lead, bundle, 4))
     world.pool[1] = PoolEntry(unknown, "follower", (0.0, 1.0) * 2, 0.0, claiming("tiny", LEADER.peer_id, b"\xee" * 32))
-    lead.trainer.step = 5
     assert world.foreign.missing() == 8
     assert {digest: rejected.reason for digest, rejected in world.withdrawn.items()} == {
         late: Reason.stale_policy,
         unknown: Reason.stale_policy,
     }
     assert await world.choose() == 0
+
+
+async def test_groups_of_the_newest_version_stay_fresh_however_many_updates_follow(lead: Lead, model: Any) -> None:
+    world, bundle = Pool(lead, lead.bundle), model()
+    for version in (4, 2):
+        world.add(sampled(lead, bundle, version))
+    lead.trainer.step = 13  # with publish_every 10, the next one is to come
+    assert await world.choose() == 2
+    assert world.withdrawn == {}
+    assert sorted(world.foreign.behind) == [0, 2]
 
 
 async def test_cheats_are_found_out(lead: Lead, model: Any) -> None:

@@ -228,6 +228,47 @@ async def test_damaged_files_are_left_out_at_the_next_start(place: Place, make_l
     assert again.same(lead)
 
 
+async def test_a_file_that_cannot_be_loaded_is_left_out_at_the_next_start(place: Place, make_lead: MakeLead) -> None:
+    lead = make_lead()
+    lead.update(4)
+    await lead.publish()
+    await place.serve(lead)
+    follower = await place.follow()
+    await follower.at(4)
+    (file,) = follower.directory.glob("weights-4-*")
+    raw = file.read_bytes()
+    length = int.from_bytes(raw[:8], "little")
+    loose = raw[8 : 8 + length].replace(b'{"format":"pt"}', b"3")  # the weights are those of the digest still
+    assert len(loose) < length
+    file.write_bytes(len(loose).to_bytes(8, "little") + loose + raw[8 + length :])
+    again = await place.restart(follower)
+    assert again.said.endswith("at version 0 of its policy")
+    await again.at(4)
+    assert again.same(lead)
+
+
+async def test_bytes_that_nobody_thought_of_are_refused_and_end_nothing(
+    place: Place, make_lead: MakeLead, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lead = make_lead()
+    await lead.publish()
+    await place.serve(lead)
+    follower = await place.follow()
+
+    def overflowing(pulled: Pulled) -> Version:
+        raise OverflowError("cannot convert float infinity to integer")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(follower.following, "_write", overflowing)
+        lead.update(1)
+        await lead.publish()
+        await until(lambda: follower.puller.have is None)  # refused: the next pull is of a whole
+    lead.update(2)
+    await lead.publish()
+    await follower.at(2)
+    assert follower.same(lead)
+
+
 async def test_weights_that_are_not_finite_are_not_taken_up(place: Place, make_lead: MakeLead) -> None:
     lead = make_lead()
     await lead.publish()
@@ -406,7 +447,7 @@ async def test_what_a_killed_process_had_half_written_is_gone_at_the_next_start(
     await place.serve(lead)
     follower = await place.follow()
     await follower.at(4)
-    for name in (".aside-weights-5-0123456789abcdef.safetensors", "whole.safetensors"):
+    for name in (".aside-weights-5-0123456789abcdef.safetensors", ".aside-whole.safetensors"):
         (follower.directory / name).write_bytes(b"half")
     # killed before it was seen that these are no weights to work with
     next(iter(follower.bundle.model.parameters())).data[0, 0] = float("nan")

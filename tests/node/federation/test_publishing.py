@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -110,8 +111,14 @@ async def test_a_full_disk_costs_the_version_only(make_lead: MakeLead, monkeypat
     lead = make_lead()
     await lead.publish()
 
-    def full(*_: Any) -> None:
-        raise OSError(28, "No space left on device")
+    put, pieces = lead.store.put, lead.store.directory / "pieces"
+    before, during = set(pieces.iterdir()), set[Path]()
+
+    def full(piece: bytes) -> bytes:
+        during.update(pieces.iterdir())
+        if during > before:  # one of its pieces is there
+            raise OSError(28, "No space left on device")
+        return put(piece)
 
     with monkeypatch.context() as patched:
         patched.setattr(lead.store, "put", full)
@@ -121,6 +128,8 @@ async def test_a_full_disk_costs_the_version_only(make_lead: MakeLead, monkeypat
     assert "version 1 of the policy is not published" in lead.told[0]
     left = {path.name for path in lead.store.directory.iterdir()}
     assert left == {"head.bin", "index.bin", "pieces", "weights-0.safetensors"}
+    assert during > before
+    assert set(pieces.iterdir()) == before
     lead.update(2)
     await lead.publish()
     assert items(lead) == [(0, None), (2, 0)]

@@ -2,13 +2,16 @@
 
 import asyncio
 import math
+import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from node.batching import MicroBatch, micro_batches
 from node.device import Device
 from node.federation.teaching import PeerTeacher, Teaching, parts_of
 from node.interfaces import TeacherError, TrainGroup, TrainSequence
@@ -150,6 +153,23 @@ async def test_empty_answers_and_prompts_computed_again_and_again(bundle: ModelB
     small = Teaching(bundle, device, lambda: 3, 16)
     refused = await small.answer(TeachRequest(SWARM, bundle.fingerprint, (costly,)))
     assert "tokens of work for 159; ask" in refused.refusal
+
+
+async def test_a_question_is_not_laid_out_where_the_node_answers_others(
+    bundle: ModelBundle, device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: list[threading.Thread] = []
+
+    def noted(*arguments: Any) -> list[MicroBatch]:
+        threads.append(threading.current_thread())
+        return micro_batches(*arguments)
+
+    monkeypatch.setattr("node.federation.teaching.micro_batches", noted)
+    request = TeachRequest(SWARM, bundle.fingerprint, (AskedGroup((1,), ((2,),)),))
+    answer = await Teaching(bundle, device, lambda: 3, 64).answer(request)
+    assert answer.refusal == ""
+    assert len(threads) == 1
+    assert threads[0] is not threading.current_thread()
 
 
 def test_groups_are_asked_about_in_parts_and_a_giant_is_named() -> None:

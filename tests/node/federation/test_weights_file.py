@@ -3,6 +3,8 @@
 import hashlib
 import io
 import json
+import resource
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -58,6 +60,18 @@ def test_wrong_changes_leave_no_file(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1"]
 
 
+def test_a_full_disk_is_an_error_of_the_system_and_leaves_no_file(tmp_path: Path) -> None:
+    before, ignored = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
+    try:
+        with pytest.raises(OSError, match="cannot be written"):
+            write_weights(weights(0), tmp_path / "w.safetensors", "bfloat16")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, ignored)
+    assert not list(tmp_path.iterdir())
+
+
 def pieces(raw: bytes) -> Iterator[bytes]:
     yield raw[:7]
     yield raw[7:]
@@ -94,12 +108,20 @@ GOOD = {
         (header([]), "no safetensors header"),
         (header({**GOOD, "a.bias": 3}), "no safetensors header"),
         (header({**GOOD, "c": GOOD["none"]}), "another model or type: 1 tensors differ, the first is c"),
-        (header({**GOOD, "a.bias": {**GOOD["a.bias"], "dtype": "F32"}}), "the first is a.bias"),
-        (header({**GOOD, "a.bias": {**GOOD["a.bias"], "shape": [6]}}), "the first is a.bias"),
-        (header({**GOOD, "a.bias": {**GOOD["a.bias"], "data_offsets": [-2, 8]}}), "does not lie"),
-        (header({**GOOD, "b.weight": {**GOOD["b.weight"], "data_offsets": [0, 24]}}), "does not lie"),
-        (header(GOOD, data=33), "its header says"),
-        (header(GOOD, data=99), "its header says"),
+        (header({**GOOD, "a.bias": {**GOOD["a.bias"], "dtype": "F16"}}), "the first is a.bias"),
+        (header({**GOOD, "a.bias": {**GOOD["a.bias"], "shape": [5, 1]}}), "the first is a.bias"),
+        (header({**GOOD, "a.bias": {**GOOD["a.bias"], "shape": [6]}}), "no safetensors header"),
+        (header({**GOOD, "a.bias": {**GOOD["a.bias"], "data_offsets": [-2, 8]}}), "no safetensors header"),
+        (header({**GOOD, "b.weight": {**GOOD["b.weight"], "data_offsets": [0, 24]}}), "no safetensors header"),
+        (header(GOOD, data=33), "no safetensors header"),
+        (header(GOOD, data=99), "no safetensors header"),
+        # what `json` reads, and the library that weights are loaded with does not
+        (header({**GOOD, "a.bias": {**GOOD["a.bias"], "shape": [5.0]}}), "no safetensors header"),
+        (header({**GOOD, "a.bias": {**GOOD["a.bias"], "data_offsets": ["0", 10]}}), "no safetensors header"),
+        (header({**GOOD, "a.bias": {**GOOD["a.bias"], "data_offsets": [0, float("inf")]}}), "no safetensors header"),
+        (header({**GOOD, "a.bias": {**GOOD["a.bias"], "more": float("nan")}}), "no safetensors header"),
+        (header({**GOOD, "__metadata__": 3}), "no safetensors header"),
+        (header({**GOOD, "c" * 9999: GOOD["none"]}), "the first is c{80}$"),
     ],
 )
 def test_files_that_are_not_what_they_should_be(tmp_path: Path, raw: bytes, problem: str) -> None:
