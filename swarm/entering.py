@@ -16,6 +16,7 @@ from protocol.messages import (
     ReportResponse,
 )
 from swarm.database import StoreError
+from swarm.fetch import LEAST_WAIT_SECONDS
 from swarm.rounds import Following
 from swarm.transport import Busy, Transport, TransportError
 
@@ -103,8 +104,9 @@ async def _ask(
         try:
             answer = await transport.request(peer, protocol, raw, max_bytes=MAX_ANSWER_BYTES, timeout=left)
         except Busy as busy:
-            if loop.time() + busy.seconds >= end:
+            pause = max(busy.seconds, LEAST_WAIT_SECONDS)
+            if loop.time() + pause >= end:
                 raise
-            await asyncio.sleep(busy.seconds)
+            await asyncio.sleep(pause)
             continue
         return msgspec.msgpack.decode(answer, type=kind)
