@@ -50,9 +50,9 @@ class Project:
         """The last lines of every service."""
         return self._run("logs", "--no-color", "--tail=60", timeout=CALL_SECONDS).stdout[-LOG_CHARACTERS:]
 
-    def shoal(self, *arguments: str) -> Any:
-        """What `shoal ... --json` answers inside the node's container. Raises AssertionError."""
-        return json.loads(self.compose("exec", "-T", "node", "shoal", *arguments, "--json"))
+    def shoal(self, *arguments: str, service: str = "node") -> Any:
+        """What `shoal ... --json` answers inside the service's container. Raises AssertionError."""
+        return json.loads(self.compose("exec", "-T", service, "shoal", *arguments, "--json"))
 
     def python(self, code: str, service: str = "node") -> str:
         """What a line of Python prints inside the service. Raises AssertionError."""
