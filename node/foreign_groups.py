@@ -27,7 +27,7 @@ class ForeignGroups:
         self.parts, self.followers = parts, followers
         self.share = ForeignShare(parts.config.swarm.foreign_groups)
         self.behind: list[int] = []
-        """Of the groups chosen last that a version of this node's own policy sampled: updates since that version."""
+        """Of the groups chosen last that a version of this node's own policy sampled: versions published since."""
 
     def missing(self) -> int:
         """How many of J there are no groups for."""
@@ -50,7 +50,7 @@ class ForeignGroups:
                 self._wanted(),
                 max_uses=swarm.max_group_uses,
                 max_producer_share=self._producer_share(),
-                weight=p.exchange.weight,
+                weight=self._weight,
             )
             rollouts = []
             for entry in chosen:
@@ -85,6 +85,12 @@ class ForeignGroups:
     def _followed(self, entry: PoolEntry) -> bool:
         """Whether a version of this node's own policy sampled it."""
         return self.followers is not None and self.followers.version_of(entry) is not None
+
+    def _weight(self, entry: PoolEntry) -> float:
+        """By the producer's reputation; a follower's group counts half for each version published since."""
+        weight = self.parts.exchange.weight(entry.producer)
+        version = None if self.followers is None else self.followers.version_of(entry)
+        return weight if self.followers is None or version is None else weight * 0.5 ** self.followers.behind(version)
 
     def _wanted(self) -> int:
         """J as it is now."""

@@ -1,7 +1,8 @@
 """Chooses the foreign groups of an update: Swarm sAmpling Policy Optimization (SAPO), arXiv 2509.08721.
 
 The paper draws uniformly from the admitted groups whose rewards differ. Here the draw is weighted by the producer's
-reputation, fresh groups come before used ones, and one producer fills at most a share of the draw (admission rule 12).
+reputation (and by whatever else the caller weighs), fresh groups come before used ones, and one producer fills at most a
+share of the draw (admission rule 12).
 """
 
 import math
@@ -38,17 +39,17 @@ class Sampler:
         *,
         max_uses: int,
         max_producer_share: float,
-        weight: Callable[[str], float],
+        weight: Callable[[PoolEntry], float],
     ) -> list[PoolEntry]:
         """At most `count` entries, each used fewer than `max_uses` times so far; counts the use.
 
         `pool` is everything that may be used now: what is not in it has expired, and is not chosen again.
         `max_producer_share` of `count` is the most that one producer gets, but never less than an even split among
-        those that have groups to give. A producer of weight 0 gets nothing. Order of the pool does not matter.
+        those that have groups to give. An entry of weight 0 is not chosen. Order of the pool does not matter.
         """
         ranked = []
         for entry in sorted(pool, key=lambda entry: entry.digest):
-            uses, chance = self._uses.get(entry.digest, 0), weight(entry.producer)
+            uses, chance = self._uses.get(entry.digest, 0), weight(entry)
             if uses < max_uses and chance > 0:
                 # the smallest of independent exponentials with rates w_i is the i-th with probability w_i / sum(w)
                 ranked.append((uses, -math.log(1.0 - self._random.random()) / chance, entry))

@@ -18,8 +18,9 @@ def pool(**groups: int) -> list[PoolEntry]:
 
 
 def choose(sampler: Sampler, entries: list[PoolEntry], count: int, *, uses: int = 1, share: float = 1.0, weight=None):
+    by_producer = weight or (lambda producer: 1.0)
     return sampler.choose(
-        entries, count, max_uses=uses, max_producer_share=share, weight=weight or (lambda producer: 1.0)
+        entries, count, max_uses=uses, max_producer_share=share, weight=lambda entry: by_producer(entry.producer)
     )
 
 

@@ -188,6 +188,19 @@ async def test_groups_of_the_newest_version_stay_fresh_however_many_updates_foll
     assert sorted(world.foreign.behind) == [0, 2]
 
 
+async def test_groups_of_newer_versions_are_preferred(lead: Lead, model: Any) -> None:
+    world, bundle = Pool(lead, lead.bundle, staleness=4), model()
+    groups = [sampled(lead, bundle, version) for version in (4, 3, 2)]
+    for _ in range(40):
+        for group in groups:
+            world.add(group)
+    ages: list[int] = []
+    for _ in range(3):
+        assert await world.choose() == 8
+        ages += world.foreign.behind
+    assert 2 * ages.count(2) < ages.count(0) > ages.count(1)  # 4, 2 and 1 of 7 are expected
+
+
 async def test_cheats_are_found_out(lead: Lead, model: Any) -> None:
     world, bundle = Pool(lead, lead.bundle), model()
     good = sampled(lead, bundle, 4)
