@@ -1,8 +1,8 @@
 """Chooses the foreign groups of an update: Swarm sAmpling Policy Optimization (SAPO), arXiv 2509.08721.
 
 The paper draws uniformly from the admitted groups whose rewards differ. Here the draw is weighted by the producer's
-reputation (and by whatever else the caller weighs), fresh groups come before used ones, and one producer fills at most a
-share of the draw (admission rule 12).
+reputation (and by whatever else the caller weighs), fresh groups come before used ones, and one producer fills at most
+a share of the draw (admission rule 12).
 """
 
 import math
