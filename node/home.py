@@ -315,7 +315,10 @@ class Home:
             self.manifest_path.unlink(missing_ok=True)
         else:
             if present.manifest_digest != invite.manifest_digest:
-                raise HomeError(f"home {self.path} is in swarm {present.name!r} already ; run `shoal leave` first")
+                raise HomeError(
+                    f"home {self.path} is in swarm {present.name!r} already ; "
+                    f"run `shoal --home {self.path} leave` first"
+                )
         write_atomic(self.invite_path, invite.to_uri().encode(), 0o600)
 
     def found(self, manifest: Manifest, psk: bytes | None = None) -> None:

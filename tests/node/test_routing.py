@@ -124,10 +124,10 @@ def test_the_weights_are_those_of_the_training_router(load: Load) -> None:
 def test_replay_narrows_the_mismatch_of_another_compute_type(kind: str, load: Load, tmp_path: Path) -> None:
     """Rollout in bfloat16, training in float32: flipped experts are gone, rounding stays."""
     low, exact = load(kind, "bfloat16"), load(kind)
-    group = as_group(low, sample(low, ask(n=16, new=24)))
+    group = as_group(low, sample(low, ask(n=32, new=64)))
     replayed = mismatch(LocalTrainer(exact, TrainConfig(), dumps=tmp_path), group)
     free = mismatch(LocalTrainer(exact, TrainConfig(routing_replay="off"), dumps=tmp_path), group)
-    assert replayed.abs().max() < 0.1
+    assert replayed.abs().max() < 0.12
     assert free.abs().max() > 1.2 * replayed.abs().max()
     assert free.square().mean() > 1.1 * replayed.square().mean()
 
