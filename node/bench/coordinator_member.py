@@ -32,6 +32,8 @@ from swarm.rounds import Following
 from swarm.transport import Message, PeerConnected, Transport, TransportError
 
 LOOK_SECONDS = 0.25
+LATER_SECONDS = 10.0
+"""Between two groups once a member is through with a round."""
 TRIES_SECONDS = 300.0
 NEIGHBOURS = 6
 """That a member process dials: everybody connected to everybody would keep a small machine busy with that alone."""
@@ -108,9 +110,11 @@ async def live(spec: Mapping[str, Any], say: Say) -> None:
         await _until(running, lambda: member.entering.listed)
         say({"listed": True})
         await _until(running, lambda: _state(member) is State.open)
-        for slot in range(spec["groups"]):
-            await member.announce(slot)
-            await asyncio.sleep(spec["pause"])
+        groups = 0
+        while _state(member) is State.open:  # gossip may lose one, and a node goes on practising until the round closes
+            await member.announce(groups)
+            groups += 1
+            await asyncio.sleep(spec["pause"] if groups < spec["groups"] else LATER_SECONDS)
         await _until(running, lambda: _state(member) is State.closing)
         record = member.following.round
         assert record is not None
@@ -130,6 +134,7 @@ async def live(spec: Mapping[str, Any], say: Say) -> None:
         say(
             {
                 "standings": len(board.standings),
+                "announced": groups,
                 "cpu_seconds": used.ru_utime + used.ru_stime,
                 "bytes_in": stats.bytes_in,
                 "bytes_out": stats.bytes_out,

@@ -170,6 +170,7 @@ def _result(
         },
         "coordinator_resident_mb": after["resident"] / 2**20,
         "member": {
-            name: sum(one[name] for one in them) / members for name in ("cpu_seconds", "bytes_in", "bytes_out", "peers")
+            name: sum(one[name] for one in them) / members
+            for name in ("announced", "cpu_seconds", "bytes_in", "bytes_out", "peers")
         },
     }
