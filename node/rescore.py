@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from node.models import ModelBundle, encode_completion
 from node.scorer import Scorer, ScorerError
 from protocol.rollout import Completion, RolloutGroup
-from protocol.rules import MAX_TEXT_BYTES_PER_TOKEN, Reason, Rejected
+from protocol.rules import Reason, Rejected, check_budget
 from swarm.exchange import ScoringUnavailable
 from swarm.records import Scored
 
@@ -28,18 +28,10 @@ class Rescorer:
 
     async def _score(self, group: RolloutGroup) -> Sequence[Scored]:
         (task,) = await self._scorer.tasks([group.task], foreign=True)
+        check_budget(group, task.max_tokens)  # before a tokenizer sees the text: megabytes take it seconds
         limit = task.max_tokens * BUDGET_SLACK
         for i, completion in enumerate(group.completions):
-            size = len(completion.text.encode())
-            if (
-                size > task.max_tokens * MAX_TEXT_BYTES_PER_TOKEN
-            ):  # before a tokenizer sees it: megabytes take it seconds
-                raise Rejected(
-                    Reason.over_budget,
-                    f"completion {i}: {size} bytes of text; the task allows {task.max_tokens} tokens",
-                )
-            length = self._length(completion, limit)
-            if completion.token_count > task.max_tokens or length > limit:
+            if (length := self._length(completion, limit)) > limit:
                 raise Rejected(
                     Reason.over_budget,
                     f"completion {i}: {completion.token_count} tokens claimed, {length} here; "

@@ -55,7 +55,7 @@ async def test_rewards_are_those_of_the_own_scorer(bundle: ModelBundle) -> None:
     [
         (("ab", "x" * MAX_TOKENS * BUDGET_SLACK), 2, "completion 1: 2 tokens claimed, 17 here"),
         (("a",), 9, "9 tokens"),
-        (("ab", "\u00e9" * 513), 2, "completion 1: 1026 bytes of text; the task allows 8 tokens"),
+        (("ab", "\u00e9" * 513), 2, "completion 1 has 1026 bytes of text for a budget of 8 tokens"),
     ],
 )
 async def test_what_is_too_long_is_over_budget(
