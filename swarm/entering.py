@@ -16,7 +16,6 @@ from protocol.messages import (
     ReportResponse,
 )
 from swarm.database import StoreError
-from swarm.fetch import LEAST_WAIT_SECONDS
 from swarm.rounds import Following
 from swarm.transport import Busy, Transport, TransportError
 
@@ -104,9 +103,8 @@ async def _ask(
         try:
             answer = await transport.request(peer, protocol, raw, max_bytes=MAX_ANSWER_BYTES, timeout=left)
         except Busy as busy:
-            pause = max(busy.seconds, LEAST_WAIT_SECONDS)
-            if loop.time() + pause >= end:
+            if loop.time() + busy.seconds >= end:
                 raise
-            await asyncio.sleep(pause)
+            await asyncio.sleep(busy.seconds)
             continue
         return msgspec.msgpack.decode(answer, type=kind)

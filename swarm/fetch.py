@@ -24,8 +24,6 @@ NEIGHBOURS = 2
 SHUN_SECONDS = 60.0
 """A holder that failed is asked last for this long, so that a dead one costs few deadlines."""
 MAX_SHUNNED = 1024
-LEAST_WAIT_SECONDS = 0.5
-"""A peer that asks to wait is left alone so long at least: one that always says `soon` must not keep us busy."""
 
 
 class FetchFailed(Exception):
@@ -171,7 +169,7 @@ class Fetcher:
 
     def _let_wait(self, peer: str, seconds: float) -> None:
         self._busy_until.pop(peer, None)
-        self._busy_until[peer] = self._clock() + max(seconds, LEAST_WAIT_SECONDS)
+        self._busy_until[peer] = self._clock() + seconds
         if len(self._busy_until) > MAX_SHUNNED:
             del self._busy_until[next(iter(self._busy_until))]
 

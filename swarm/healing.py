@@ -19,7 +19,6 @@ from protocol.messages import (
 from protocol.rules import Reason, Rejected
 from swarm.accounts import Accounts
 from swarm.experience import ExperienceStore, StoreError
-from swarm.fetch import LEAST_WAIT_SECONDS
 from swarm.transport import Busy, Transport, TransportError
 
 MAX_LIVE_BYTES = MAX_LIVE * (MAX_ANNOUNCEMENT_BYTES + 8) + 64
@@ -131,4 +130,4 @@ class Healer:
                 )
             except Busy as busy:
                 self._accounts.counters.put_off += 1
-                await asyncio.sleep(max(busy.seconds, LEAST_WAIT_SECONDS))
+                await asyncio.sleep(busy.seconds)

@@ -26,7 +26,7 @@ from swarm.framing import (
     write_wait,
 )
 from swarm.throttle import Lane
-from swarm.transport import MAX_STREAMS_PER_PEER, AnswerTooLarge, Busy, RequestFailed
+from swarm.transport import LEAST_WAIT_SECONDS, MAX_STREAMS_PER_PEER, AnswerTooLarge, Busy, RequestFailed
 
 MAX_SERVED_STREAMS = 256
 REQUEST_READ_SECONDS = 10.0
@@ -221,6 +221,6 @@ class Streams:
 
 def _failed(peer: str, protocol: str, error: Exception) -> RequestFailed:
     if isinstance(error, FrameRefused):
-        return Busy(error.seconds)
+        return Busy(max(error.seconds, LEAST_WAIT_SECONDS))
     kind = AnswerTooLarge if isinstance(error, FrameTooLarge) else RequestFailed
     return kind(f"{protocol} to {peer}: {str(error) or type(error).__name__}")

@@ -16,6 +16,7 @@ from swarm.events import EventQueue
 from swarm.throttle import Lane, Throttle
 from swarm.transport import (
     EVENT_LIMIT,
+    LEAST_WAIT_SECONDS,
     MAX_STREAMS_PER_PEER,
     AnswerTooLarge,
     Busy,
@@ -333,7 +334,7 @@ class MemoryTransport:
             await asyncio.wait({task})
             error = None if task.cancelled() else task.exception()
             if isinstance(error, Busy):
-                raise Busy(error.seconds)
+                raise Busy(max(error.seconds, LEAST_WAIT_SECONDS))
             if task.cancelled() or error is not None:
                 raise RequestFailed(f"{self._peer_id} reset the stream of {protocol}") from error
             return task.result()

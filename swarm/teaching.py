@@ -24,7 +24,6 @@ from protocol.teaching import (
 )
 from swarm.accounts import Accounts
 from swarm.allowance import Allowance
-from swarm.fetch import LEAST_WAIT_SECONDS
 from swarm.serving import REQUEST_COST
 from swarm.transport import Busy, Transport, TransportError
 
@@ -143,8 +142,7 @@ async def ask(
             )
         except Busy as busy:
             problem = "it is busy"
-            # a teacher that names no time must not have the whole question sent at line speed
-            await asyncio.sleep(min(max(busy.seconds, LEAST_WAIT_SECONDS), left))
+            await asyncio.sleep(min(busy.seconds, left))
             continue
         except TransportError as error:
             problem = str(error)

@@ -31,8 +31,14 @@ class AnswerTooLarge(RequestFailed):
     """The answer is over its cap: the asker may have been told a wrong size, so the peer need not be at fault."""
 
 
+LEAST_WAIT_SECONDS = 0.5
+
+
 class Busy(RequestFailed):
-    """The peer gave us our share for now and asks to wait `seconds`. Nobody's fault. Handlers raise it to say so."""
+    """The peer gave us our share for now and asks to wait `seconds`. Nobody's fault. Handlers raise it to say so.
+
+    Askers get LEAST_WAIT_SECONDS at least: a peer that always says `soon` must not be asked at line speed.
+    """
 
     def __init__(self, seconds: float) -> None:
         super().__init__(f"asks to wait {seconds:.1f} s")

@@ -7,9 +7,9 @@ import msgspec
 import pytest
 
 from protocol.messages import BATCH_PROTOCOL, GROUPS_PROTOCOL, BatchRequest, GroupRequest
-from swarm.fetch import LEAST_WAIT_SECONDS, MAX_REQUESTS, SHUN_SECONDS, Fetcher, FetchFailed, HoldersBusy
+from swarm.fetch import MAX_REQUESTS, SHUN_SECONDS, Fetcher, FetchFailed, HoldersBusy
 from swarm.memory import MemoryHub, MemoryTransport
-from swarm.transport import Busy
+from swarm.transport import LEAST_WAIT_SECONDS, Busy
 
 BODIES = [bytes([n + 1]) * (1000 + n) for n in range(5)]
 DIGESTS = [hashlib.sha256(body).digest() for body in BODIES]

@@ -274,7 +274,7 @@ async def test_a_holder_that_asks_to_wait_is_waited_for(world: World, monkeypatc
     monkeypatch.setattr("swarm.serving.ANSWER_BURST", 4000.0)
     monkeypatch.setattr("swarm.serving.ANSWER_RATE", 8000.0)
     monkeypatch.setattr("swarm.serving.LIVE_COST", 0.0)
-    monkeypatch.setattr("swarm.fetch.LEAST_WAIT_SECONDS", 0.05)
+    monkeypatch.setattr("swarm.memory.LEAST_WAIT_SECONDS", 0.05)
     a, b = await world.node("a"), await world.node("b", heal_seconds=100, pool_target=100)
     digests = {a.exchange.publish(make_group(a.identity, slot)) for slot in range(60)}
     await join(a, b)

@@ -10,14 +10,13 @@ import pytest
 
 from protocol.identity import Identity
 from protocol.teaching import TEACH_PROTOCOL, AskedGroup, TeachAnswer, TeachRequest, answer_of
-from swarm import teaching
+from swarm import memory, teaching
 from swarm.accounts import Accounts
 from swarm.experience import ExperienceStore
-from swarm.fetch import LEAST_WAIT_SECONDS
 from swarm.memory import MemoryHub, MemoryTransport
 from swarm.reputation import Reputation
 from swarm.teaching import MAX_OF_ONE, NotTaught, TeachServing, ask
-from swarm.transport import Busy, RequestFailed
+from swarm.transport import LEAST_WAIT_SECONDS, Busy, RequestFailed
 from tests.swarm.world import who
 
 SWARM = b"s" * 32
@@ -52,7 +51,7 @@ class Place:
 @pytest.fixture
 async def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Place]:
     monkeypatch.setattr(teaching, "COME_BACK_SECONDS", 0.01)
-    monkeypatch.setattr(teaching, "LEAST_WAIT_SECONDS", 0.01)
+    monkeypatch.setattr(memory, "LEAST_WAIT_SECONDS", 0.01)
     made = Place(tmp_path)
     yield made
     for store in made.stores:
@@ -115,7 +114,7 @@ async def test_a_teacher_that_does_not_answer_costs_the_deadline_and_no_more(pla
 async def test_a_teacher_that_asks_to_wait_for_no_time_is_asked_twice_a_second(
     place: Place, started: Started, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(teaching, "LEAST_WAIT_SECONDS", LEAST_WAIT_SECONDS)
+    monkeypatch.setattr(memory, "LEAST_WAIT_SECONDS", LEAST_WAIT_SECONDS)
     _, _, learner, accounts = await started()
     asked: list[str] = []
 
