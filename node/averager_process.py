@@ -8,7 +8,7 @@ from swarm.averaging_wire import Setup
 from swarm.averaging_worker import main
 
 MEMORY_MB = 2048
-"""Of each of its processes, of which there are four; they take some tens of MB of it (docs/operations.md)."""
+"""Of each of its processes, of which there are five; they have 50 to 300 MB of it."""
 FILE_MARGIN = 64 << 20
 """Of files that are no weights: its log, and what hivemind's processes share."""
 

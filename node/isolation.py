@@ -64,8 +64,7 @@ def isolate(memory_mb: int, readable: Iterable[Path], cpu_seconds: int | None = 
         _limit(limit, value)
     if sys.platform != "linux":
         return tuple(held)
-    libc = ctypes.CDLL(None, use_errno=True)
-    held += _fence(libc, [(path, landlock.READ) for path in (*_of_python(), *readable)], network=False)
+    held += _fence([(path, landlock.READ) for path in (*_of_python(), *readable)], network=False)
     if seccomp.confine():
         held.append("seccomp")
     return tuple(held)
@@ -114,15 +113,15 @@ def isolate_averager(memory_mb: int, file_bytes: int, readable: Path, writable: 
     allowed += [(Path(path), landlock.READ) for path in NETWORK_PATHS]
     allowed += [(Path("/dev/shm"), landlock.WRITE), (Path("/dev/null"), landlock.WRITE)]
     allowed += [(Path(tempfile.gettempdir()), landlock.WRITE), (readable, landlock.READ), (writable, landlock.WRITE)]
-    return ("rlimits", *_fence(ctypes.CDLL(None, use_errno=True), allowed, network=True))
+    return ("rlimits", *_fence(allowed, network=True))
 
 
 def _of_python() -> list[Path]:
     return list({Path(sys.prefix), Path(sys.base_prefix), *map(Path, SYSTEM_PATHS)})
 
 
-def _fence(libc: ctypes.CDLL, allowed: list[tuple[Path, int]], *, network: bool) -> list[str]:
-    held = []
+def _fence(allowed: list[tuple[Path, int]], *, network: bool) -> list[str]:
+    libc, held = ctypes.CDLL(None, use_errno=True), []
     if libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) == 0:
         held.append("no_new_privs")
     if version := landlock.fence(libc, allowed, network=network):

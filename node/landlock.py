@@ -3,7 +3,6 @@
 import ctypes
 import os
 import struct
-import sys
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -27,10 +26,9 @@ def fence(libc: ctypes.CDLL, allowed: Iterable[tuple[Path, int]], *, network: bo
     """Deny this process, for good, every file but those at or below `allowed` paths, each with its rights.
 
     `network`: TCP stays allowed. Signals and abstract sockets reach this process's own children only (version 6 on).
-    What does not exist is left out. Returns the kernel's version of Landlock, 0 where there is none.
+    What does not exist is left out. On Linux only: the numbers of the calls are its. Returns the kernel's version of
+    Landlock, 0 where there is none.
     """
-    if sys.platform != "linux":
-        return 0
     version = int(libc.syscall(_CREATE_RULESET, None, 0, _VERSION))
     if version < 1:
         return 0
