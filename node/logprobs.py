@@ -10,7 +10,6 @@ CHUNK_BYTES = 64 << 20
 """Logits computed at once."""
 KEEP_BYTES = 256 << 20
 """Probabilities kept for the way back; beyond that they are computed again, which costs one more product."""
-
 WIDENED_BYTES = 8 << 20
 """Of the output embedding in float32, at a time."""
 
@@ -121,8 +120,8 @@ class _Chosen(torch.autograd.Function):
 def logits_of(states: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """states [M, D] by the output embedding [V, D]: float32 [M, V].
 
-    They are not rounded to the compute type: bfloat16 has steps of 1/8 at a logit of 20, which was half of what rollout
-    and training disagreed by (MiniMax-M1, arXiv 2506.13585, computes its output layer in float32 for that reason).
+    They are not rounded to the compute type: bfloat16 has steps of 1/8 at a logit of 20, by which rollout and training
+    would disagree (MiniMax-M1, arXiv 2506.13585, computes its output layer in float32 for that reason).
     """
     if weight.dtype == torch.float32:
         return torch.mm(states, weight.t())
