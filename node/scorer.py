@@ -163,8 +163,9 @@ class Scorer:
         for place, result in zip(places, done, strict=True):
             scores[place] = score_of(result)
         self.answers += len(items)
-        self.failures += sum(score is not None and score.failure is not None for score in scores)
-        return [score for score in scores if score is not None]
+        every = [score for score in scores if score is not None]
+        self.failures += sum(score.failure is not None for score in every)
+        return every
 
     @property
     def pid(self) -> int | None:
