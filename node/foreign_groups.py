@@ -1,7 +1,7 @@
 """The foreign groups of a step: how many there are, and which of them are mixed in."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from node.rollouts import Rollout, from_group
@@ -45,17 +45,18 @@ class ForeignGroups:
         p = self.parts
         swarm = p.config.swarm
         async with p.progress.during("mix"):
+            pool = self._pool()
+            ages = {} if self.followers is None else self.followers.ages(pool)
             chosen = p.sampler.choose(
-                self._pool(),
+                pool,
                 self._wanted(),
                 max_uses=swarm.max_group_uses,
                 max_producer_share=self._producer_share(),
-                weight=self._weight,
+                weight=lambda entry: self._weight(entry, ages),
             )
             rollouts = []
             for entry in chosen:
-                followed = self._followed(entry)
-                use_behaviour = followed or swarm.foreign_ratio == "behaviour"
+                use_behaviour = entry.digest in ages or swarm.foreign_ratio == "behaviour"
                 try:
                     group = p.store.group_body(entry.digest)
                     rollout = await from_group(group, entry.rewards, p.bundle, p.scorer, use_behaviour=use_behaviour)
@@ -67,11 +68,8 @@ class ForeignGroups:
             rollouts = await self.followers.checked(rollouts)
         if p.rounds is not None:
             p.rounds.trained.update(entry.producer for entry, _ in rollouts)
-        followers = [entry.digest for entry, _ in rollouts if self._followed(entry)]
-        self.behind = []
-        if self.followers is not None:
-            versions = [self.followers.version_of(entry) for entry, _ in rollouts]
-            self.behind = [self.followers.behind(v) for v in versions if v is not None and v >= 0]
+        followers = [entry.digest for entry, _ in rollouts if entry.digest in ages]
+        self.behind = [ages[digest] for digest in followers]
         try:
             p.store.mark_used([entry.digest for entry in chosen], followers)
         except StoreError as error:  # a full disk: the sampler counts the uses too
@@ -82,15 +80,9 @@ class ForeignGroups:
         pool = self.parts.store.pool(self.parts.clock())
         return pool if self.followers is None else self.followers.fresh(pool)
 
-    def _followed(self, entry: PoolEntry) -> bool:
-        """Whether a version of this node's own policy sampled it."""
-        return self.followers is not None and self.followers.version_of(entry) is not None
-
-    def _weight(self, entry: PoolEntry) -> float:
+    def _weight(self, entry: PoolEntry, ages: Mapping[bytes, int]) -> float:
         """By the producer's reputation; a follower's group counts half for each version published since."""
-        weight = self.parts.exchange.weight(entry.producer)
-        version = None if self.followers is None else self.followers.version_of(entry)
-        return weight if self.followers is None or version is None else weight * 0.5 ** self.followers.behind(version)
+        return float(self.parts.exchange.weight(entry.producer) * 0.5 ** ages.get(entry.digest, 0))
 
     def _wanted(self) -> int:
         """J as it is now."""

@@ -33,9 +33,11 @@ class Followers:
         """Which version of this node's policy the group claims; None: none."""
         return claimed_version(entry.model, self._publisher.leader, self._publisher.versions)
 
-    def behind(self, version: int) -> int:
-        """How many versions were published after this one."""
-        return _behind(version, self._publisher.versions)
+    def ages(self, pool: Sequence[PoolEntry]) -> dict[bytes, int]:
+        """By digest, of the groups that this node's policy sampled: how many versions were published since."""
+        versions, leader = self._publisher.versions, self._publisher.leader
+        claimed = ((entry.digest, claimed_version(entry.model, leader, versions)) for entry in pool)
+        return {digest: _behind(version, versions) for digest, version in claimed if version is not None}
 
     def fresh(self, pool: Sequence[PoolEntry]) -> list[PoolEntry]:
         """The pool without groups of followers that are too far behind, which are withdrawn."""
