@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from node.cli.session import Group, Session, with_session
+from node.cli.session import Group, Session, not_empty, with_session
 
 if TYPE_CHECKING:
     from node.home import Home
@@ -80,7 +80,9 @@ def init(session: Session, name: str, file: Path | None, public: bool, standbys:
 
 
 @coordinator.command()
-@click.option("--join", "invite", metavar="INVITE", help="a standby: join this swarm first (shoal:...)")
+@click.option(
+    "--join", "invite", metavar="INVITE", callback=not_empty, help="a standby: join this swarm first (shoal:...)"
+)
 @click.option("--begin", "name", metavar="NAME", help="where the home is in no swarm: init one of this name first")
 @with_session
 def up(session: Session, invite: str | None, name: str | None) -> None:
@@ -94,8 +96,8 @@ def up(session: Session, invite: str | None, name: str | None) -> None:
     home.init()
     session.start_logging(home.log_path)
     home = session.unlocked()
-    link = settings.config.swarm.join if invite is None else invite
-    if link or invite is not None:
+    link = invite or settings.config.swarm.join
+    if link:
         with home.lock():
             home.join(Invite.parse(link))
     elif name and not home.invite_path.exists():

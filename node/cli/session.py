@@ -139,3 +139,10 @@ class Group(click.Group):
 Group.group_class = Group
 
 with_session = click.make_pass_decorator(Session, ensure=True)
+
+
+def not_empty(context: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
+    """Callback of an invite's option: an empty one is a variable that was not set, and no wish to do without."""
+    if value == "":
+        raise click.BadParameter("is empty; give an invite (shoal:...), or leave the option out", context, parameter)
+    return value

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NoReturn
 import click
 
 from node.cli.errors import INTERRUPTED
-from node.cli.session import Command, Session, with_session
+from node.cli.session import Command, Session, not_empty, with_session
 
 if TYPE_CHECKING:
     from node.config import Config
@@ -46,7 +46,7 @@ def init(session: Session, passphrase: bool) -> None:
 
 
 @click.command(cls=Command)
-@click.option("--join", "invite", metavar="INVITE", help="join this swarm first (shoal:...)")
+@click.option("--join", "invite", metavar="INVITE", callback=not_empty, help="join this swarm first (shoal:...)")
 @click.option("--open", "open_browser", is_flag=True, help="open the dashboard in a browser")
 @click.option("--steps", type=click.IntRange(min=1), help="stop when the model has done this many steps")
 @click.option("--stay", is_flag=True, help="with --steps: keep serving peers afterwards")
@@ -85,8 +85,7 @@ def up(
     home = session.home()
     settings = load(home, session.overrides)
     link = settings.config.swarm.join
-    # before anything is made for it; an empty --join is a variable that was not set, and no wish to train alone
-    invitation = Invite.parse(link) if link or invite is not None else None
+    invitation = Invite.parse(link) if link else None  # before anything is made for it
     fresh = False
     try:
         home.require()
