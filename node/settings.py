@@ -254,17 +254,10 @@ def flatten(nested: Mapping[str, Any], where: str) -> dict[str, Any]:
     flat = {}
     for section, content in nested.items():
         if not isinstance(content, Mapping):
-            near = nearest(section)
-            raise ConfigError(
-                f"{where}: {section} = {content!r} stands in no section ; "
-                + (
-                    f"[{near}] is one: its keys go below it"
-                    if near == section
-                    else f"did you mean {near}?"
-                    if near
-                    else f"sections are {', '.join(Config.model_fields)}"
-                )
-            )
+            near, fix = nearest(section), f"sections are {', '.join(Config.model_fields)}"
+            if near is not None:
+                fix = f"[{near}] is one: its keys go below it" if near == section else f"did you mean {near}?"
+            raise ConfigError(f"{where}: {section} = {content!r} stands in no section ; {fix}")
         flat.update({f"{section}.{name}": value for name, value in content.items()})
     return flat
 
