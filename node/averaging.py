@@ -174,11 +174,11 @@ def _clipped(norm: float, limit: float) -> str:
     return f" (clipped to {limit:.3g})" if norm > limit else ""
 
 
-def make_finding(parts: "Parts", *, private: bool) -> AveragerFinding | None:
+def make_finding(parts: "Parts", *, closed: bool) -> AveragerFinding | None:
     """What finds the averagers of the swarm's other nodes, serving from now on; None in a swarm that anybody may join:
     there they are named by hand (`averaging.peers`)."""
     p = parts
-    if p.averaging is None or not (private or p.manifest.listed_only):
+    if p.averaging is None or not closed:
         return None
     finding = AveragerFinding(
         p.exchange.transport,

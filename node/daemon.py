@@ -250,7 +250,7 @@ class Daemon:
             self.history.event("warning", "averaging", CAUTION)
             parts.averaging.no_room = self.holding.no_room
             services.create_task(self._told(parts.averaging.averager.run()), name="averaging")
-            if finding := make_finding(parts, private=self.home.swarm().psk is not None):
+            if finding := make_finding(parts, closed=self.home.is_closed()):
                 services.create_task(self._told(finding.run()), name="averagers")
         await self.loop.recover()
         if leading is not None:

@@ -300,6 +300,11 @@ class Home:
         except ManifestError as error:
             raise HomeError(f"{self.manifest_path} is damaged ({error}) ; delete it: peers have it") from error
 
+    def is_closed(self) -> bool:
+        """Whether only who was let in takes part in the swarm: by its key, or by a coordinator. Raises HomeError."""
+        manifest = self.manifest()
+        return self.swarm().psk is not None or (manifest is not None and manifest.listed_only)
+
     def keep_manifest(self, manifest: Manifest) -> None:
         write_atomic(self.manifest_path, manifest.to_bytes())
 

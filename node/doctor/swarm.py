@@ -149,7 +149,7 @@ def averaging(subject: Subject) -> list[Finding]:
         return [fail("averaging", "hivemind is not installed", fix)]
     if not settings.peers:
         said = "averaging.peers names nobody: others must name this node (its address is in the events)"
-        if _is_private(subject):
+        if _is_closed(subject):
             said = "members of the swarm tell each other where their averagers are"
         return [ok("averaging", f"hivemind is installed; {said}")]
     with ThreadPoolExecutor(len(settings.peers)) as pool:
@@ -164,11 +164,10 @@ def averaging(subject: Subject) -> list[Finding]:
     ]
 
 
-def _is_private(subject: Subject) -> bool:
+def _is_closed(subject: Subject) -> bool:
     """Whether averagers are found through the swarm (node/averaging.py)."""
     try:
-        manifest = subject.home.manifest()
-        return subject.home.swarm().psk is not None or (manifest is not None and manifest.listed_only)
+        return subject.home.is_closed()
     except HomeError:  # in no swarm yet, or a file that another check is about
         return False
 
