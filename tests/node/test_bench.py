@@ -226,16 +226,22 @@ def test_routing_is_measured_with_replay_and_without(tmp_path: Path, monkeypatch
     assert rows[4]["choices_flipped"] is None
 
 
-def test_adapters_hold_less_than_all_weights(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_adapters_hold_less_than_all_weights(
+    dtype: str, tiny_model: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("peft", reason="needs shoal[lora]")
+    monkeypatch.setattr(memory, "load_model", lambda model, **given: load_model(model, **{**given, "dtype": dtype}))
     spec = {"threads": 1, "model": str(tiny_model("llama"))}
     whole, adapted = (
         memory.measure({**spec, "train": dict(memory.CASES[case])}, tmp_path)
         for case in ("all weights", "adapters of rank 16, recomputing")
     )
     assert whole["optimizer_mb"] > adapted["optimizer_mb"] > 0
+    # in bfloat16 the float32 copies of what is trained are among the weights
+    assert (whole["weights_mb"] < adapted["weights_mb"]) == (dtype == "float32")
     held = [sum(case[f"{kind}_mb"] for kind in ("weights", "gradients", "optimizer")) for case in (whole, adapted)]
-    assert held[0] > held[1] > 0  # in bfloat16 the float32 copies of trained numbers are among the weights
+    assert held[0] > held[1] > 0
 
 
 async def test_what_a_member_costs_a_coordinator() -> None:
