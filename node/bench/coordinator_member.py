@@ -21,10 +21,11 @@ from protocol.envelope import Domain, seal
 from protocol.identity import Identity
 from protocol.invite import Invite
 from protocol.manifest import Manifest
-from protocol.messages import Announcement, ReportRequest, announce_topic
+from protocol.messages import Announcement, ReportRequest, announce_topic, rounds_topic
 from protocol.rounds import State
 from swarm.access import Access
 from swarm.entering import Entering, send_report
+from swarm.gate import AnnouncementGate
 from swarm.libp2p_transport import Libp2pTransport
 from swarm.peers import Discovery
 from swarm.round_log import RoundLog
@@ -62,7 +63,7 @@ class Simulated:
 
     async def _listen(self) -> None:
         async for event in self.transport.events():
-            if isinstance(event, Message):
+            if isinstance(event, Message) and event.topic == rounds_topic(self.manifest.digest):
                 self.following.hear(event.data, event.forwarder)
             elif isinstance(event, PeerConnected):
                 self.following.met(event.peer)
@@ -104,6 +105,9 @@ async def live(spec: Mapping[str, Any], say: Say) -> None:
     transport = Libp2pTransport(identity, ["/ip4/127.0.0.1/tcp/0"], psk=invite.psk)
     await transport.start()
     member = Simulated(transport, identity, manifest, invite.token, timeout=30.0)
+    gate = AnnouncementGate(manifest, time.time, banned=member.access.barred)
+    # as a node does: without relays, only who is connected to the coordinator is heard
+    await transport.subscribe(announce_topic(manifest.digest, 0), gate.check)
     discovery = Discovery(transport, invite.bootstrap, manifest.digest, clock=time.monotonic, max_peers=NEIGHBOURS)
     running = [asyncio.create_task(member.run()), asyncio.create_task(discovery.run())]
     try:
