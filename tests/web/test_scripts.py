@@ -20,6 +20,8 @@ globalThis.document = Object.assign(new EventTarget(), {
   hidden: false, body: anything, head: anything, createElement: () => anything, createElementNS: () => anything,
 });
 globalThis.window = anything;
+const wait = (milliseconds) => new Promise((on) => setTimeout(on, milliseconds));
+const until = async (holds) => { for (let i = 0; i < 500 && !holds(); i++) await wait(10); };
 """
 
 
@@ -30,7 +32,7 @@ def run(tmp_path):
     (tmp_path / "package.json").write_text('{"type": "module"}')
 
     def run(body):
-        script = f"{STUB}\nconst got = await (async () => {{ {body} }})();\nconsole.log(JSON.stringify(got)); process.exit(0);"
+        script = f"{STUB} console.log(JSON.stringify(await (async () => {{ {body} }})())); process.exit(0);"
         (tmp_path / "script.js").write_text(script)
         done = subprocess.run(
             [NODE, "script.js"], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
@@ -45,8 +47,7 @@ REFRESH = """
 const { Refresh } = await import("./static/refresh.js");
 const { Refused, SignedOut } = await import("./static/api.js");
 let done = 0, failed = 0;
-const until = async (holds) => { for (let i = 0; i < 500 && !holds(); i++) await new Promise((on) => setTimeout(on, 10)); };
-const quiet = () => new Promise((on) => setTimeout(on, 50));
+const quiet = () => wait(50);
 """
 
 
@@ -94,3 +95,35 @@ def test_what_failed_is_done_again_unless_the_node_refused_it(run):
         """
     )
     assert got == [[1, 2, 1], [1, 1, 1], [1, 1, 1]]
+
+
+def test_a_stream_that_is_opened_again_begins_after_the_newest_event(run):
+    got = run(
+        """
+        const opened = [];
+        globalThis.EventSource = class extends EventTarget {
+          constructor(url) { super(); opened.push(this); this.after = Number(url.split("after=")[1]); }
+          close() {}
+        };
+        const event = (id) => ({ id, at: 0, level: "info", kind: "step", message: "" });
+        const status = { state: "TRAINING", held_by: null, name: "node", swarm: "", version: "", groups: {} };
+        let release = null;
+        globalThis.fetch = async (url) => {
+          if (!url.includes("/status")) return { ok: true, json: async () => [event(1)] };
+          if (opened.length) await new Promise((on) => { release = on; });
+          return { ok: true, json: async () => status };
+        };
+        Object.assign(globalThis, { location: { hash: "#/logs", pathname: "/" }, addEventListener: () => {} });
+        document.getElementById = document.querySelector = () => anything;
+        await import("./static/page.js");
+        await until(() => opened.length === 1);
+        opened[0].dispatchEvent(new Event("gap"));
+        await until(() => release);
+        await wait(50);  // the older events are there by then, and the status is not
+        opened[0].dispatchEvent(new MessageEvent("message", { data: JSON.stringify(event(2)) }));
+        release();
+        await until(() => opened.length === 2);
+        return opened.map((one) => one.after);
+        """
+    )
+    assert got == [1, 2]

@@ -233,7 +233,7 @@ async function begin() {
   try {
     const [now, seen] = await Promise.all([ask("status"), catchUp()]);
     tell(now);
-    if (!document.hidden) stream.open(seen);
+    if (!document.hidden) stream.open(live.events.at(-1)?.id ?? seen); // others may have come while this was asked
   } catch (error) {
     if (failed(error)) setTimeout(() => { if (!document.hidden) begin(); }, 2000);
   }
