@@ -83,7 +83,7 @@ def test_a_start_in_quiet_hours_is_held_and_goes_on_by_itself(node: Node) -> Non
     assert node.held_by == "quiet_hours"
     assert node.progress.told() == (
         "PAUSED",
-        "quiet hours until 08:00 (after the step in progress)",
+        "quiet hours until 08:00 CET (after the step in progress)",
         "shoal resume trains now",
     )
     node.now = MORNING - 1
@@ -92,7 +92,7 @@ def test_a_start_in_quiet_hours_is_held_and_goes_on_by_itself(node: Node) -> Non
     node.now = MORNING
     held.tick()
     assert node.held_by is None
-    assert node.told() == ["training is held: quiet hours until 08:00", "training goes on"]
+    assert node.told() == ["training is held: quiet hours until 08:00 CET", "training goes on"]
     node.now = at("2026-12-01T22:00:00")
     held.tick()
     assert node.held_by == "quiet_hours"

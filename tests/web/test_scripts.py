@@ -127,3 +127,15 @@ def test_a_stream_that_is_opened_again_begins_after_the_newest_event(run):
         """
     )
     assert got == [1, 2]
+
+
+def test_a_time_of_the_node_is_told_with_its_zone(run):
+    got = run(
+        """
+        process.env.TZ = "UTC";
+        const { moment } = await import("./static/text.js");
+        const noon = new Date().setUTCHours(12, 0, 0, 0) / 1000;
+        return [moment(noon), moment(noon, true)];
+        """
+    )
+    assert got == ["12:00", "12:00 UTC"]

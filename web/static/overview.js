@@ -24,7 +24,7 @@ function hero(now) {
   const { word, tone, icon: sign } = stateWords(now.state);
   const untrained = now.step === 0 && ["STARTING", "TRAINING"].includes(now.state);
   const reason = line(now.reason, 240) || (untrained ? "The first step is on its way." : "");
-  const held = HELD[now.held_by] ? `Held by ${HELD[now.held_by]}${now.resumes_at ? `; goes on by itself at ${moment(now.resumes_at)}` : ""}.` : "";
+  const held = HELD[now.held_by] ? `Held by ${HELD[now.held_by]}${now.resumes_at ? `; goes on by itself at ${moment(now.resumes_at, true)}` : ""}.` : "";
   const sentence = element(
     "div", { class: "sentence" },
     element("h2", {}, element("span", { class: "sign" }, icon(sign)), word),
