@@ -254,6 +254,18 @@ async def test_experience_goes_before_training_is_held(
     assert node.told()[-1] == "the database is whole"
 
 
+async def test_experience_stays_where_its_room_would_not_be_enough(
+    node: Node, run_once: Callable[[Holding], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(holding, "LEAST_STORE", 1 << 20)
+    fill(node.store, groups=120, size=60_000)
+    (node.path / "model").write_bytes(bytes(8 << 20))
+    before = node.store.size
+    await run_once(node.start(LimitsConfig(disk_mb=5)))
+    assert node.held_by == "disk"
+    assert node.store.size == before
+
+
 def fill(store: ExperienceStore, *, groups: int, size: int) -> None:
     """Bodies that no peer made: their room is what counts here."""
     for number in range(groups):
