@@ -139,3 +139,20 @@ def test_a_time_of_the_node_is_told_with_its_zone(run):
         """
     )
     assert got == ["12:00", "12:00 UTC"]
+
+
+def test_whether_it_gets_better_is_told_by_the_means_that_decide_it(run):
+    got = run(
+        """
+        const { progress } = await import("./static/overview.js");
+        const parts = [[5, 0.9], [35, 0.2], [115, 0.4], [40, 0.6], [5, 0.1]];  // ends and fifths disagree
+        const run = parts.flatMap(([count, value]) => Array(count).fill(value));
+        return [run, run.toReversed(), Array(20).fill(0.25), [0.5]].map((values) => progress(values).words);
+        """
+    )
+    assert got == [
+        "Yes: reward is 1.9 times the start, from 0.29 in the first fifth of its steps to 0.54 in the last.",
+        "No: reward fell, from 0.54 in the first fifth of its steps to 0.29 in the last.",
+        "No clear change yet: about 0.25.",
+        "Too early to say: it takes some tens of steps.",
+    ]
