@@ -186,7 +186,10 @@ class LimitsConfig(Section):
 
     # what the node may take of the machine (node/holding.py, swarm/throttle.py)
     quiet_hours: Annotated[str, AfterValidator(quiet)] = Field(
-        "", max_length=500, description="no training at these local times: 22:00-08:00, or mon-fri 09:00-17:00,..."
+        "",
+        max_length=500,
+        description="no training at these times: 22:00-08:00, or mon-fri 09:00-17:00,...; in the time zone of TZ, else "
+        "of the machine, which in a container is UTC",
     )
     hours_per_day: float = Field(0.0, ge=0, le=24, description="hours of training on a calendar day; 0: no limit")
     upload_kbps: Kbps = Field(0, description="kbit/s to all peers together, at least 64; 0: no limit")

@@ -184,7 +184,7 @@ class Holding:
         return await asyncio.to_thread(measure, self._home, checkpoints, first)
 
     async def _make_room(self, disk: Disk) -> bool:
-        """Remove what may go: checkpoints beyond checkpoint.keep, then old experience. Whether there was any."""
+        """Remove what may go: checkpoints beyond checkpoint.keep, then experience, if that is enough. Whether any."""
         if self._loop is not None:
             parts = self._loop.parts
             try:
@@ -194,9 +194,8 @@ class Holding:
                 self._history.event("error", "checkpoint", str(error))
         if self._store.freed > LEAST_STORE:
             return await self._give_back()
-        over = over_disk(self._limits.disk_mb, disk)
-        bound = max(LEAST_STORE, self._store.size - over)
-        if bound >= self._store.size:
+        bound = self._store.size - over_disk(self._limits.disk_mb, disk)
+        if bound < LEAST_STORE:  # training would be held all the same: nothing is thrown away for that
             return False
         self._history.event("info", "limits", f"experience is cut to {bound >> 20} MB to keep to limits.disk_mb")
         self.resize_store(bound)

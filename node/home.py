@@ -322,7 +322,7 @@ class Home:
             if present.manifest_digest != invite.manifest_digest:
                 raise HomeError(
                     f"home {self.path} is in swarm {present.name!r} already ; "
-                    f"run `shoal --home {self.path} leave` first"
+                    f"run `shoal --home {self.path} leave` first, of a container `docker compose run --rm node leave`"
                 )
         write_atomic(self.invite_path, invite.to_uri().encode(), 0o600)
 

@@ -205,5 +205,5 @@ def _hours_hold(hours: float, now: float, zone: tzinfo, trained: float, passed_o
 
 
 def clock_time(at: float, now: float, zone: tzinfo) -> str:
-    """ "08:00", and with its day where that is more than a day away."""
-    return datetime.fromtimestamp(at, zone).strftime("%H:%M" if at - now < 86_400 else "%a %H:%M")
+    """ "08:00 CET", and with its day where that is more than a day away. A container's zone may not be its owner's."""
+    return datetime.fromtimestamp(at, zone).strftime("%H:%M %Z" if at - now < 86_400 else "%a %H:%M %Z")

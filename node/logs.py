@@ -12,12 +12,14 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Literal, TextIO
+from typing import Any, BinaryIO, Literal, TextIO
 
 ROOMS = ("protocol", "swarm", "node", "web")
 FILE_BYTES = 10 * 1024 * 1024
 FILES_KEPT = 5
 POLL_SECONDS = 0.25
+BLOCK_BYTES = 1 << 16
+"""Read from the end of a log at first: others than ours, as an engine's, have no bound."""
 
 LogFormat = Literal["text", "json"]
 
@@ -46,16 +48,17 @@ class TextFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         at = datetime.fromtimestamp(record.created, UTC).astimezone().isoformat()
-        line = as_text({"at": at, "level": record.levelname, "logger": record.name, "message": record.getMessage()})
+        entry = {"at": at, "level": record.levelname, "logger": record.name, "message": record.getMessage()}
         if record.exc_info and self.tracebacks:
-            line += "\n" + self.formatException(record.exc_info)
-        return line
+            entry["traceback"] = self.formatException(record.exc_info)
+        return as_text(entry)
 
 
 def as_text(entry: Mapping[str, Any]) -> str:
-    """A log entry as one line for people. Peers' text may be in it."""
+    """A log entry as one line for people, with its traceback indented below. Peers' text may be in both."""
     at = datetime.fromisoformat(str(entry["at"])).astimezone().strftime("%H:%M:%S")
-    return f"{at} {str(entry['level']).lower():<8}{entry['logger']}  {printable(str(entry['message']))}"
+    said = f"{at} {str(entry['level']).lower():<8}{entry['logger']}  {printable(str(entry['message']))}"
+    return "\n".join([said, *(f"    {printable(line)}" for line in str(entry.get("traceback", "")).splitlines())])
 
 
 def printable(text: str) -> str:
@@ -87,11 +90,10 @@ def set_up(format: LogFormat, verbose: bool, file: Path | None, stream: TextIO |
 
 
 def tail(file: Path, lines: int) -> list[str]:
-    """The last lines of the log, oldest first; none when there is no log yet."""
+    """The last lines of the log, those of rotated files too, oldest first; none when there is no log yet."""
     try:
-        with file.open(encoding="utf-8", errors="replace") as log:
-            # one file is at most FILE_BYTES, so reading it whole is bounded
-            return log.read().splitlines()[-lines:] if lines else []
+        with file.open("rb") as log:
+            return last_lines(file, log, lines)
     except FileNotFoundError:
         return []
 
@@ -100,26 +102,52 @@ def follow(file: Path, lines: int, wait: Callable[[float], None] = time.sleep) -
     """The last `lines` lines, then new ones as they come, over rotations, until the caller stops iterating."""
     while not file.exists():
         wait(POLL_SECONDS)
-    log = file.open(encoding="utf-8", errors="replace")
+    log = file.open("rb")
     try:
-        yield from log.read().splitlines()[-lines:] if lines else []
-        partial = ""
+        yield from last_lines(file, log, lines)
+        partial = b""
         while True:
             partial += log.readline()
-            if partial.endswith("\n"):
-                yield partial.rstrip("\n")
-                partial = ""
-            elif file.exists() and file.stat().st_ino != log_inode(log):
+            if partial.endswith(b"\n"):
+                yield partial.rstrip(b"\n").decode(errors="replace")
+                partial = b""
+            elif file.exists() and file.stat().st_ino != os.fstat(log.fileno()).st_ino:
                 log.close()
-                log = file.open(encoding="utf-8", errors="replace")
+                log = file.open("rb")
             else:
                 wait(POLL_SECONDS)
     finally:
         log.close()
 
 
-def log_inode(log: TextIO) -> int:
-    return os.fstat(log.fileno()).st_ino
+def last_lines(file: Path, log: BinaryIO, lines: int) -> list[str]:
+    """Of `log`, which is left at its end, and where it has too few of the files that it was rotated to."""
+    found, whole = end_of(log, lines)
+    for number in range(1, FILES_KEPT + 1):
+        if not whole or len(found) >= lines:
+            break
+        try:
+            with file.with_name(f"{file.name}.{number}").open("rb") as older:
+                before, whole = end_of(older, lines - len(found))
+        except FileNotFoundError:
+            break
+        found = before + found
+    return found
+
+
+def end_of(log: BinaryIO, lines: int) -> tuple[list[str], bool]:
+    """The last lines of a file of any size, which is left at its end, and whether they are looked for in all of it."""
+    size = log.seek(0, os.SEEK_END)
+    content, wanted = b"", BLOCK_BYTES
+    while lines and len(content) < min(size, FILE_BYTES) and content.count(b"\n") <= lines:
+        log.seek(max(0, size - min(wanted, FILE_BYTES)))
+        content = log.read(size - log.tell())
+        wanted *= 2
+    log.seek(size)
+    whole = len(content) == size
+    if not whole and b"\n" in content:
+        content = content.partition(b"\n")[2]  # its first line lacks its beginning
+    return content.decode(errors="replace").splitlines()[-lines:] if lines else [], whole
 
 
 def parse(line: str) -> dict[str, Any]:

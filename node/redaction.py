@@ -14,6 +14,8 @@ SHORTEST = 4
 """Characters of a value that is looked for: one that is shorter would blacken every second word."""
 NAMES = re.compile(r"TOKEN|SECRET|PASS|KEY|CREDENTIAL", re.IGNORECASE)
 """Environment variables whose values are taken for secrets, whoever reads them."""
+NAMED = r"\w{0,40}(?:token|secret|pass(?:word|wd|phrase)|_pass|api[_-]?key|[_-]key|credentials?)"
+"""What is called so is taken for a secret where a text gives it a value."""
 # bounded repetitions: a log may hold megabytes of one letter
 FORMS: Sequence[tuple[re.Pattern[str], str]] = (
     (re.compile(r"shoal:[A-Za-z0-9_-]{16,}={0,2}", re.IGNORECASE), f"shoal:{HIDDEN}"),
@@ -21,6 +23,8 @@ FORMS: Sequence[tuple[re.Pattern[str], str]] = (
     (re.compile(r"(?i)(\b(?:set-)?cookie\b[\"']?\s*[:=]\s*)[^\n\"]+"), rf"\1{HIDDEN}"),
     (re.compile(r"(?i)([?&](?:code|token|key|access_token)=)[^\s&\"']+"), rf"\1{HIDDEN}"),
     (re.compile(r"(?i)(--?[\w-]{0,40}(?:key|token|secret|pass\w{0,9})(?:=|[\"',\s]{1,8}))[^\s\"',]+"), rf"\1{HIDDEN}"),
+    (re.compile(rf"(?i)(\b{NAMED}\\?[\"']?[ \t]{{0,4}}[:=][ \t]{{0,4}}(\\?[\"']))(?:(?!\2)[^\n])+"), rf"\1{HIDDEN}"),
+    (re.compile(rf"(?i)(\b{NAMED}[ \t]{{0,4}}=[ \t]{{0,4}})[^\s\"'\\,;&]+"), rf"\1{HIDDEN}"),
     (re.compile(r"(\b\w{1,15}://)[^\s/@\"']+@"), rf"\1{HIDDEN}@"),
     (re.compile(r"\bhf_[A-Za-z0-9]{16,}"), HIDDEN),
 )

@@ -186,7 +186,7 @@ def verdicts(nodes: Sequence[NodeRun]) -> list[go.Bar]:
         counts: dict[str, int] = {}
         for of_peer in node.verdicts.values():
             for verdict, count in of_peer.items():
-                if verdict == "trained":  # uses of admitted ones
+                if verdict in ("trained", "followed"):  # uses of admitted ones
                     continue
                 counts[verdict] = counts.get(verdict, 0) + count
         if counts:
@@ -236,7 +236,7 @@ def peers(node: NodeRun) -> list[list[Any]]:
     rows = []
     for peer in node.peers:
         counts = dict(node.verdicts.get(peer.peer, {}))
-        announced, admitted, _ = (counts.pop(name, 0) for name in ("announced", "admitted", "trained"))
+        announced, admitted, *_ = (counts.pop(name, 0) for name in ("announced", "admitted", "trained", "followed"))
         refused = ", ".join(f"{count} {reason}" for reason, count in sorted(counts.items()))
         banned = "yes" if peer.banned else "no"
         rows.append([node.name, peer.peer, peer.model, banned, announced, admitted, refused, moment(peer.last_seen)])

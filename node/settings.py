@@ -217,15 +217,15 @@ def public_values(settings: Settings, wanted: Config | None = None) -> dict[str,
 
 
 def shown(key: str, value: Any) -> Any:
-    """The value for people to see: without secrets, also those in the addresses and arguments of an engine."""
+    """The value for people to see: without secrets, also those in addresses and arguments."""
     if key in SECRET and value:
         return "(hidden)"
-    if not key.startswith("engine."):
-        return plain(value)
     if isinstance(value, str):
         return by_form(value)
-    # as one text, because an argument may be a secret for what the one before it is
-    return by_form("\n".join(value)).split("\n") if isinstance(value, tuple) and value else plain(value)
+    if isinstance(value, tuple) and value and isinstance(value[0], str):
+        # as one text, because an argument may be a secret for what the one before it is
+        return by_form("\n".join(value)).split("\n")
+    return plain(value)
 
 
 def plain(value: Any) -> Any:

@@ -59,7 +59,8 @@ def peers_page(node: "Daemon", offset: int, limit: int, *, sort: str, descending
 
 
 def peer_graph(node: "Daemon") -> dict[str, Json]:
-    """This node, whom it is connected to, and whose groups it admitted: those with the most, up to MAX_NODES.
+    """This node, whom it is connected to, and whose groups it admitted: those with the most, up to MAX_NODES. Edges of
+    kind "groups" weigh how often groups of theirs went into updates.
 
     What peers are connected to each other nobody knows here, so there are no such edges.
     """
@@ -76,7 +77,9 @@ def peer_graph(node: "Daemon") -> dict[str, Json]:
         }
     ]
     edges = []
-    for record, admitted in node.store.peers.nearest(connections, now, MAX_NODES - 1):
+    nearest = node.store.peers.nearest(connections, now, MAX_NODES - 1)
+    verdicts = node.store.peers.verdicts([record.peer for record, _ in nearest])
+    for record, admitted in nearest:
         name, connection = record.peer, connections.get(record.peer)
         nodes.append(
             {
@@ -91,6 +94,7 @@ def peer_graph(node: "Daemon") -> dict[str, Json]:
         if connection is not None:
             ends = (name, me) if connection.direction == "inbound" else (me, name)
             edges.append({"from": ends[0], "to": ends[1], "kind": "connection", "weight": 1})
-        if admitted:
-            edges.append({"from": name, "to": me, "kind": "groups", "weight": admitted})
+        trained = verdicts.get(name, {}).get("trained", 0)
+        if trained:
+            edges.append({"from": name, "to": me, "kind": "groups", "weight": trained})
     return {"nodes": nodes, "edges": edges}

@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 CODE_SECONDS = 120.0
 SESSION_SECONDS = 7 * 24 * 3600.0
 """A session ends after this long without a request."""
+COOKIE_SECONDS = 400 * 24 * 3600.0
+"""As long as browsers keep one at most: a session in use goes on, and the node alone says when it has ended."""
 MAX_CODES = 8
 MAX_SESSIONS = 32
 MIN_TOKEN = 16

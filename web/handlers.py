@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from aiohttp import web
 
 from web.answers import Refused, answer, encode
-from web.auth import CODE_SECONDS, SESSION_SECONDS, Auth
+from web.auth import CODE_SECONDS, COOKIE_SECONDS, Auth
 from web.endpoints import QUERIES
 from web.files import Files
 from web.guard import Guard, cookie_name
@@ -88,7 +88,7 @@ class Handlers:
             home.set_cookie(
                 cookie_name(request),
                 cookie,
-                max_age=int(SESSION_SECONDS),
+                max_age=int(COOKIE_SECONDS),
                 path="/",
                 httponly=True,
                 samesite="Strict",
@@ -106,7 +106,9 @@ class Handlers:
     async def logout(self, request: web.Request) -> web.Response:
         await body(request)
         name = cookie_name(request)
-        self.auth.end_session(request.cookies.get(name, ""))
+        session = request.cookies.get(name, "")
+        self.auth.end_session(session)
+        self.streams.end(session)
         done = answer({})
         done.del_cookie(name, path="/", httponly=True, samesite="Strict")
         return done
@@ -223,7 +225,9 @@ class Handlers:
             after = parameters["after"].read("Last-Event-ID", seen)
         if after is None:
             after = self.view.event_range()[1]
-        return await self.streams.send(request, self.live.blocks(after))
+        by_session = self.guard.credential(request) == "session"
+        session = request.cookies[cookie_name(request)] if by_session else None
+        return await self.streams.send(request, self.live.blocks(after), session)
 
     async def config(self, request: web.Request) -> web.Response:
         asked(request, QUERIES["config"])

@@ -17,7 +17,7 @@ GET: dict[str, tuple[str, Schema]] = {
     "groups": ("rollout groups, newest first", array(ref("GroupSummary"), maxItems=500)),
     "groups/{id}": ("one group whole, with its prompt and completions", ref("Group")),
     "peers": ("the peers met, with what was thought of their groups", ref("Peers")),
-    "peers/graph": ("this node's connections and whose groups it had", ref("PeerGraph")),
+    "peers/graph": ("this node's connections and whose groups it learned from", ref("PeerGraph")),
     "swarm": ("manifest, epoch and invite (a secret where the swarm is private)", ref("Swarm")),
     "events": ("what happened, oldest first", array(ref("Event"), maxItems=500)),
     "config": ("every setting with its value and where that comes from", ref("Config")),

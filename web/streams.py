@@ -22,12 +22,13 @@ class Streams:
     """The open streams, bounded; `close` ends them at once, so that a stop never waits for a browser."""
 
     def __init__(self) -> None:
-        self._open: set[asyncio.Task[Any]] = set()
+        self._open: dict[asyncio.Task[Any], str | None] = {}
+        """Whose session each one is of; None: the token's."""
 
     def __len__(self) -> int:
         return len(self._open)
 
-    async def send(self, request: web.Request, blocks: AsyncIterator[str]) -> web.StreamResponse:
+    async def send(self, request: web.Request, blocks: AsyncIterator[str], session: str | None) -> web.StreamResponse:
         """Answer with blocks of text until the client leaves. Raises Refused (503) where too many are open."""
         task = asyncio.current_task()
         if task is None or len(self._open) >= MAX_STREAMS:
@@ -37,7 +38,7 @@ class Streams:
         response = web.StreamResponse(
             headers={"Content-Type": "text/event-stream; charset=utf-8", "X-Accel-Buffering": "no"}
         )
-        self._open.add(task)
+        self._open[task] = session
         try:
             await response.prepare(request)
             await write(response, "retry: 2000\n\n")
@@ -48,8 +49,14 @@ class Streams:
             # half an answer is on its way: all that can still be said is its end, and the client asks again
             log.exception("an event stream failed")
         finally:
-            self._open.discard(task)
+            del self._open[task]
         return response
+
+    def end(self, session: str) -> None:
+        """Those of a session that has signed out."""
+        for task, of in self._open.items():
+            if of == session:
+                task.cancel()
 
     def close(self) -> None:
         for task in self._open:

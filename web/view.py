@@ -72,7 +72,8 @@ class NodeView(Protocol):
         `trained`, `followed` (of them, those sampled with this node's policy), `last_seen`."""
 
     def peer_graph(self) -> Mapping[str, Json]:
-        """`nodes` (at most 200, this one first) and `edges`: this node's connections, and the groups it had of whom."""
+        """`nodes` (at most 200, this one first) and `edges`: this node's connections, and from whose groups it
+        learned how often."""
 
     def swarm(self) -> Mapping[str, Json]:
         """Manifest in JSON with `digest`, `epoch` (number, ends_in), `epochs`, `words` (the manifest in sentences),

@@ -41,6 +41,7 @@ class NobodyToAsk(Exception):
 def join(session: Session, wanted: str, via: Sequence[str]) -> None:
     """Belong to a swarm from the next start on: of an invite (shoal:...), or a public one by its name or digest."""
     from node.cli.output import emit, tell
+    from node.own_swarm import enter
     from protocol.invite import SCHEME, Invite
 
     home = session.node()
@@ -50,14 +51,16 @@ def join(session: Session, wanted: str, via: Sequence[str]) -> None:
         found = choose(wanted, look_up(session, home, via)[0])
         invitation = found.listing.invite()
     with home.lock():
-        home.join(invitation)
+        left = enter(home, invitation)
         if found is not None:
             home.keep_manifest(found.manifest)
     digest = invitation.manifest_digest.hex()
     if session.as_json:
-        emit({"swarm": invitation.name, "digest": digest})
-    else:
-        tell(session, f"Joined swarm {invitation.name} ({digest[:12]})\nNext: shoal up")
+        emit({"swarm": invitation.name, "digest": digest, "left": left})
+        return
+    if left:
+        tell(session, f"Left swarm {left}, which this node had founded for itself and was alone in")
+    tell(session, f"Joined swarm {invitation.name} ({digest[:12]})\nNext: shoal up")
 
 
 @swarm.command()

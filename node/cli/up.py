@@ -155,17 +155,17 @@ def leave_at_once(number: int, frame: object) -> NoReturn:
 def enter_swarm(home: "Home", invitation: "Invite | None") -> None:
     """Join the swarm of the invite, if one is given; else see that the home is in one, if need be of its own."""
     from node.home import NoSwarm
-    from protocol.manifest import embedded_manifest
+    from node.own_swarm import enter, own_manifest
 
     if invitation is not None:
         with home.lock():
-            home.join(invitation)
+            enter(home, invitation)
         return
     try:
         home.swarm()
     except NoSwarm:
         with home.lock():
-            home.found(embedded_manifest(f"{home.path.name.strip('.')[:32] or 'home'}-swarm", time.time()))
+            home.found(own_manifest(home, time.time()))
 
 
 def open_when_up(home: "Home") -> None:

@@ -83,7 +83,7 @@ def test_a_start_in_quiet_hours_is_held_and_goes_on_by_itself(node: Node) -> Non
     assert node.held_by == "quiet_hours"
     assert node.progress.told() == (
         "PAUSED",
-        "quiet hours until 08:00 (after the step in progress)",
+        "quiet hours until 08:00 CET (after the step in progress)",
         "shoal resume trains now",
     )
     node.now = MORNING - 1
@@ -92,7 +92,7 @@ def test_a_start_in_quiet_hours_is_held_and_goes_on_by_itself(node: Node) -> Non
     node.now = MORNING
     held.tick()
     assert node.held_by is None
-    assert node.told() == ["training is held: quiet hours until 08:00", "training goes on"]
+    assert node.told() == ["training is held: quiet hours until 08:00 CET", "training goes on"]
     node.now = at("2026-12-01T22:00:00")
     held.tick()
     assert node.held_by == "quiet_hours"
@@ -252,6 +252,18 @@ async def test_experience_goes_before_training_is_held(
     assert any("experience is cut to" in message for message in node.told())
     node.history.event("info", "test", "the database is whole")
     assert node.told()[-1] == "the database is whole"
+
+
+async def test_experience_stays_where_its_room_would_not_be_enough(
+    node: Node, run_once: Callable[[Holding], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(holding, "LEAST_STORE", 1 << 20)
+    fill(node.store, groups=120, size=60_000)
+    (node.path / "model").write_bytes(bytes(8 << 20))
+    before = node.store.size
+    await run_once(node.start(LimitsConfig(disk_mb=5)))
+    assert node.held_by == "disk"
+    assert node.store.size == before
 
 
 def fill(store: ExperienceStore, *, groups: int, size: int) -> None:

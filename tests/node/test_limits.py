@@ -123,7 +123,7 @@ def test_quiet_hours_hold_until_they_end_or_are_passed_over() -> None:
     held = hold(limits)
     assert (held.by, held.reason, held.next) == (
         "quiet_hours",
-        "quiet hours until 08:00",
+        "quiet hours until 08:00 CET",
         "shoal resume trains now",
     )
     assert held.resumes_at == at("2026-12-01T08:00:00")
@@ -136,7 +136,7 @@ def test_hours_a_day_hold_until_midnight() -> None:
     limits = LimitsConfig(hours_per_day=2.5)
     assert hold(limits, trained=2.5 * 3600 - 1) is None
     held = hold(limits, trained=2.5 * 3600)
-    assert held.reason == "2.5 h trained today (limits.hours_per_day), until 00:00"
+    assert held.reason == "2.5 h trained today (limits.hours_per_day), until 00:00 CET"
     assert held.resumes_at == at("2026-12-01T00:00:00")
     assert hold(limits, trained=9e9, passed_over={"hours_per_day": held.resumes_at}) is None
     assert hold(LimitsConfig(), trained=9e9) is None
@@ -182,8 +182,8 @@ def test_a_disk_that_is_full_counts_before_the_time_of_day() -> None:
 
 def test_a_moment_more_than_a_day_away_has_its_day() -> None:
     now = at("2026-11-30T23:00:00")
-    assert clock_time(now + 3600, now, BERLIN) == "00:00"
-    assert clock_time(now + 86_400, now, BERLIN) == "Tue 23:00"
+    assert clock_time(now + 3600, now, BERLIN) == "00:00 CET"
+    assert clock_time(now + 86_400, now, BERLIN) == "Tue 23:00 CET"
 
 
 @pytest.mark.parametrize("key", ["upload_kbps", "download_kbps"])

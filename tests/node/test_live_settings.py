@@ -110,7 +110,7 @@ def test_a_running_node_takes_up_settings_and_keeps_quiet_hours(
         "quiet_hours",
         ours.command("resume") + " trains now",
     )
-    assert held["reason"] == f"quiet hours until {now + 60 * MINUTE:%H:%M}"
+    assert held["reason"] == f"quiet hours until {now + 60 * MINUTE:%H:%M %Z}"
     assert 59 * 60 < held["resumes_at"] - now.timestamp() <= 60 * 60
     time.sleep(2)
     assert client.get("status")["step"] == held["step"]

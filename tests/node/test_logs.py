@@ -78,6 +78,47 @@ def test_tail(tmp_path: Path) -> None:
     assert tail(file, 0) == []
 
 
+def test_tail_reads_on_in_rotated_files_and_only_the_end_of_a_large_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "node.log"
+    file.write_text("5\n6\n")
+    (tmp_path / "node.log.1").write_text("3\n4\n")
+    (tmp_path / "node.log.2").write_text("1\n2\n")
+    assert tail(file, 3) == ["4", "5", "6"]
+    assert tail(file, 99) == ["1", "2", "3", "4", "5", "6"]
+
+    monkeypatch.setattr("node.logs.BLOCK_BYTES", 10)
+    monkeypatch.setattr("node.logs.FILE_BYTES", 100)
+    file.write_text("".join(f"line {i}\n" for i in range(1000)))
+    assert tail(file, 2) == ["line 998", "line 999"]
+    # no older file: there would be a hole between
+    assert tail(file, 99) == [f"line {i}" for i in range(989, 1000)]
+
+
+def test_follow_without_old_lines_begins_with_the_next_one(tmp_path: Path) -> None:
+    file = tmp_path / "node.log"
+    file.write_text("1\n2\n")
+
+    def happen(_seconds: float) -> None:
+        with file.open("a") as log:
+            log.write("3\n")
+
+    assert list(islice(follow(file, 0, wait=happen), 1)) == ["3"]
+
+
+def test_a_traceback_is_shown_and_cannot_pose_as_entries() -> None:
+    stream = io.StringIO()
+    set_up("json", verbose=False, file=None, stream=stream)
+    try:
+        raise ValueError("peer says \x1b[2J\n12:00:00 error forged")
+    except ValueError:
+        logging.getLogger("node.loop").exception("it failed")
+    head, *trace = as_text(parse(stream.getvalue())).splitlines()
+    assert head.endswith("it failed")
+    assert trace[-2:] == ["    ValueError: peer says \\x1b[2J", "    12:00:00 error forged"]
+
+
 def test_follow_goes_on_over_a_rotation_and_half_lines(tmp_path: Path) -> None:
     file = tmp_path / "node.log"
 

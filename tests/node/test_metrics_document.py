@@ -8,8 +8,9 @@ from typing import Any, get_args
 import pytest
 import yaml
 
+from node.config import LimitsConfig
 from node.limits import Holder
-from node.view import DaemonView
+from node.view import LONG_STAGES, DaemonView
 from protocol.rejection import Reason
 from web.probes import EXCHANGE_TROUBLE, HELP, trouble
 
@@ -77,3 +78,15 @@ def test_alerts_use_what_there_is(told: set[str]) -> None:
         assert used or rule["alert"] == "ShoalDown"
         for label, value in re.findall(r'(\w+)!?="(\w+)"', rule["expr"]):
             assert (label, value) == ("job", "shoal") or value in (*Reason, *EXCHANGE_TROUBLE, *get_args(Holder))
+
+
+def test_alerts_wait_as_long_as_they_say() -> None:
+    (group,) = yaml.safe_load((DOCS / "alerts.yml").read_text())["groups"]
+    asked = {rule["alert"]: rule["expr"] for rule in group["rules"]}
+    deadline = LONG_STAGES * LimitsConfig().stage_seconds
+    assert f"shoal_last_step_age_seconds > {deadline:g} " in asked["ShoalNoStep"]
+    for page in ("api.md", "metrics.md", "operations.md"):
+        text = " ".join((DOCS / page).read_text().split())
+        assert "three times `limits.stage_seconds`" in text, page
+    # a node that has just begun has earned nothing for minutes, not for six hours
+    assert asked["ShoalRewardIsZero"].endswith(f" and shoal_uptime_seconds > {6 * 3600}")

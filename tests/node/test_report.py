@@ -70,6 +70,7 @@ def fill(home: Home, reward: float = 0.5) -> None:
     store = ExperienceStore(home.database, 16 << 20, clock)
     store.peers.save(PeerRecord("12D3KooWpeer", 1.0, 0.0, 1.0, False, HOSTILE, 1.0, 1.0), "admitted")
     store.peers.save(PeerRecord("12D3KooWpeer", 1.0, 0.0, 1.0, False, HOSTILE, 1.0, 1.0), "stale")
+    store.peers.save(PeerRecord("12D3KooWpeer", 1.0, 0.0, 1.0, False, HOSTILE, 1.0, 1.0), "followed")
     store.close()
 
 
@@ -97,6 +98,8 @@ def test_a_run_of_several_nodes(run: Callable[..., Result], run_directory: Path,
     ):  # fmt: skip
         assert words in parsed.shown, words
     assert "rollout.group_size" not in parsed.shown  # set to what it is anyway
+    own = [script for script in parsed.scripts if len(script) < 1_000_000]
+    assert "followed" not in "".join((parsed.shown, *own))  # uses of admitted groups are no refusals
     assert "secretsecret" not in (tmp_path / "out.html").read_text()
     assert "not shown: no trouble" not in parsed.shown
     assert sum(tag == "figure" for tag, _ in parsed.tags) == 15

@@ -212,6 +212,12 @@ def test_public_values_hide_what_engines_are_asked_with(home: Home) -> None:
     assert "pass" not in str(values["engine.args"])
 
 
+def test_public_values_hide_what_a_teacher_is_asked_with_and_nothing_harmless(home: Home) -> None:
+    values = public_values(load(home, {"train.distill_teacher": "http://me:pass1@host:8000"}))
+    assert values["train.distill_teacher"]["value"] == "http://(hidden)@host:8000"
+    assert all(entry["value"] == entry["default"] for entry in public_values(load(home)).values())
+
+
 @pytest.mark.parametrize(
     ("key", "near"),
     [

@@ -94,6 +94,9 @@ def test_a_ban_ends_though_the_peer_is_not_seen_again(store: ExperienceStore, cl
 
 def test_the_graph_has_only_edges_that_this_node_knows_of(store: ExperienceStore, clock: Any) -> None:
     meet(store, clock, 4)
+    of = {record.peer: record for record in store.peers.all()}
+    for name in ("peer2", "peer2", "peer2", "peer2", "peer1"):  # of a group that was admitted, each use in an update
+        store.peers.save(of[name], "trained")
     shown = view(store, clock, peer0=Connection("inbound"), peer2=Connection("outbound"), new=Connection(None))
     graph = shown.peer_graph()
     assert [(node["peer_id"], node["self"], node["connected"]) for node in graph["nodes"]] == [
@@ -106,10 +109,9 @@ def test_the_graph_has_only_edges_that_this_node_knows_of(store: ExperienceStore
     ]
     assert [tuple(edge.values()) for edge in graph["edges"]] == [
         ("me", "peer2", "connection", 1),
-        ("peer2", "me", "groups", 2),
+        ("peer2", "me", "groups", 4),
         ("me", "new", "connection", 1),
         ("peer0", "me", "connection", 1),
-        ("peer3", "me", "groups", 3),
         ("peer1", "me", "groups", 1),
     ]
 
@@ -121,6 +123,7 @@ def test_two_thousand_peers(store: ExperienceStore, clock: Any) -> None:
         f" SELECT printf('peer%04d', n), n % 7, 0, {clock.now}, 0, 'tiny', 0, {clock.now} - n FROM counter"
     )
     store._db.execute("INSERT INTO verdicts SELECT peer, 'admitted', 1 + accepted FROM peers")
+    store._db.execute("INSERT INTO verdicts SELECT peer, 'trained', 2 + accepted FROM peers")
     store._db.execute("INSERT INTO verdicts SELECT peer, 'stale', 3 FROM peers")
     shown = view(store, clock)
     began = time.process_time()
@@ -128,4 +131,4 @@ def test_two_thousand_peers(store: ExperienceStore, clock: Any) -> None:
     print(f"a page of 2,000 peers in {1000 * (time.process_time() - began):.0f} ms")  # noqa: T201
     graph = shown.peer_graph()
     assert (len(graph["nodes"]), len(graph["edges"])) == (MAX_NODES, MAX_NODES - 1)
-    assert {edge["weight"] for edge in graph["edges"]} == {7.0}
+    assert {edge["weight"] for edge in graph["edges"]} == {8.0}

@@ -1,5 +1,6 @@
 """Who gets in: credentials, Host, Origin, and the headers of every answer."""
 
+import asyncio
 import json
 import re
 import time
@@ -170,9 +171,18 @@ async def test_a_session_does_not_set_what_runs_here_and_who_may_ask(anyone, cli
 
 async def test_signing_out(anyone, client, server):
     await sign_in(anyone, client)
-    kept = {cookie.key: cookie.value for cookie in anyone.cookie_jar}
+    (cookie,) = anyone.cookie_jar
+    assert (
+        int(cookie["max-age"]) > 365 * 24 * 3600
+    )  # one that is used every day is signed out by the node or not at all
+    kept = {cookie.key: cookie.value}
+    streams = [await one.get("/api/v1/events/stream") for one in (anyone, client)]
     async with anyone.post("/api/v1/logout", json={}, headers={"Origin": server.url}) as done:
         assert done.status == 200
+    async with asyncio.timeout(5):
+        while len(server.streams) > 1:  # noqa: ASYNC110 - the stream tells nobody that it has ended
+            await asyncio.sleep(0.01)
+    assert not streams[1].content.at_eof()  # of the token, which has not signed out
     async with anyone.get("/api/v1/status", cookies=kept) as refused:
         assert refused.status == 401
 
@@ -200,7 +210,7 @@ async def test_a_rebound_name_is_refused(client, host, path):
     async with client.get(path, headers={"Host": host}) as refused:
         assert refused.status == 421
         fix = (await refused.json())["fix"]
-    assert fix.endswith(f"shoal config set web.allowed_hosts {host.partition(':')[0]}")
+    assert fix.endswith(f"shoal config set web.allowed_hosts reef.lan,{host.partition(':')[0]}")
 
 
 @pytest.mark.parametrize("host", ["", "a b", "localhost@evil", "localhost/x", "[::1", "x" * 300, "local\thost"])

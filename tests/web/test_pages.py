@@ -23,7 +23,7 @@ def shared_group(node):
 async def test_every_page_shows_a_long_run_without_a_complaint():
     async with browser(FixtureView()) as tab:
         assert await tab.text(".hero h2") == "Training"
-        assert "2.6 times the start" in await tab.text(".overview > .panel:nth-child(2) .lead")
+        assert "1.8 times the start" in await tab.text(".overview > .panel:nth-child(2) .lead")
         assert "4 of 8 groups" in await tab.text(".overview > .panel:nth-child(3) .lead")
         await tab.until(lambda: tab.count(".js-plotly-plot .main-svg"))
         for page in (*PAGES, f"groups/{shared_group(tab.node)}"):

@@ -80,6 +80,10 @@ async def test_pause_and_resume():
         tab.node.state |= {"state": "PAUSED", "held_by": "quiet_hours", "resumes_at": tab.node.now() + 3600}
         await tab.sees("Held by quiet hours; goes on by itself at")
         assert await tab.text("#pause") == "Train now"
+        tab.node.state |= {"state": "IDLE", "held_by": "person", "resumes_at": None}  # all its steps are done
+        await tab.sees("Idle", "#state")
+        assert await tab.text("#pause") == "Resume"
+        assert not await tab.page.is_disabled("#pause")
         asked = [call for call in tab.node.calls if call[0] in ("pause", "resume")]
         assert asked == [("pause", "asked for on the dashboard"), ("resume",)]
         assert tab.complaints == []

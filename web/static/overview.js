@@ -24,7 +24,7 @@ function hero(now) {
   const { word, tone, icon: sign } = stateWords(now.state);
   const untrained = now.step === 0 && ["STARTING", "TRAINING"].includes(now.state);
   const reason = line(now.reason, 240) || (untrained ? "The first step is on its way." : "");
-  const held = HELD[now.held_by] ? `Held by ${HELD[now.held_by]}${now.resumes_at ? `; goes on by itself at ${moment(now.resumes_at)}` : ""}.` : "";
+  const held = HELD[now.held_by] ? `Held by ${HELD[now.held_by]}${now.resumes_at ? `; goes on by itself at ${moment(now.resumes_at, true)}` : ""}.` : "";
   const sentence = element(
     "div", { class: "sentence" },
     element("h2", {}, element("span", { class: "sign" }, icon(sign)), word),
@@ -64,24 +64,24 @@ function timeline(now) {
 
 // -- is it getting better --
 
-// {tone, words, start, now}: `start` and `now` are means of the first and last fortieth (5 values at least); whether they
-// differ is told by fifths, more than two standard errors apart.
+// {tone, words, start, now}: `start` and `now` are means of the first and last fortieth (5 values at least). The words are of
+// fifths, which differ where they are more than two standard errors apart.
 export function progress(values) {
   const known = values.filter((value) => typeof value === "number");
   const ends = (share) => { const part = Math.max(5, Math.ceil(known.length / share)); return [known.slice(0, part), known.slice(-part)]; };
   const [start, now] = ends(40).map(mean);
-  return { start, now, ...judged(known, start, now, ends(5)) };
+  return { start, now, ...judged(known, ...ends(5)) };
 }
 
-function judged(known, start, now, [first, last]) {
+function judged(known, first, last) {
   if (known.length < 10) return { tone: "quiet", words: "Too early to say: it takes some tens of steps." };
   const spread = (list) => mean(list.map((value) => (value - mean(list)) ** 2)) / list.length;
   const error = 2 * Math.sqrt(spread(first) + spread(last));
-  const risen = mean(last) - mean(first);
-  const times = start > 0.005 ? `${number(now / start, 1)} times the start` : `from ${number(start, 2)} to ${number(now, 2)}`;
-  if (risen > error) return { tone: "good", words: `Yes: reward is ${times}.` };
-  if (-risen > error) return { tone: "bad", words: `No: reward fell, from ${number(start, 2)} to ${number(now, 2)}.` };
-  return { tone: "warn", words: `No clear change yet: about ${number(now, 2)}.` };
+  const [from, to] = [mean(first), mean(last)];
+  const ends = `from ${number(from, 2)} in the first fifth of its steps to ${number(to, 2)} in the last`;
+  if (to - from > error) return { tone: "good", words: from > 0.005 ? `Yes: reward is ${number(to / from, 1)} times the start, ${ends}.` : `Yes: reward rose, ${ends}.` };
+  if (from - to > error) return { tone: "bad", words: `No: reward fell, ${ends}.` };
+  return { tone: "warn", words: `No clear change yet: about ${number(to, 2)}.` };
 }
 
 function since(now, start, step) {

@@ -29,7 +29,6 @@ const live = { status: null, events: [], failed, age: () => ((downSince ?? Date.
 let open = null; // the page that is shown
 let answered = 0;
 let downSince = null;
-let pauseAsked = null;
 let ticking = null;
 let fresh = 0; // events that the page has not been told of
 let burst = null;
@@ -55,16 +54,14 @@ function tell(now) {
   else open.status?.(now, before);
 }
 
-// A pause begins after the step in progress: until then the button says that it is coming.
+// By what holds it, because a node that has done all its steps is idle whether it is paused or not.
 function showPause(now) {
-  const paused = now.state === "PAUSED" && now.held_by !== "disk";
-  const byLimit = paused && ["quiet_hours", "hours_per_day"].includes(now.held_by);
-  if (paused || (pauseAsked !== null && now.step > pauseAsked + 1)) pauseAsked = null;
-  const coming = pauseAsked !== null;
+  const byLimit = now.state === "PAUSED" && ["quiet_hours", "hours_per_day"].includes(now.held_by);
+  const paused = byLimit || now.held_by === "person";
   const does = paused ? "resume" : "pause";
-  const told = coming ? "Pausing…" : byLimit ? "Train now" : paused ? "Resume" : "Pause";
+  const told = byLimit ? "Train now" : paused ? "Resume" : "Pause";
   const pause = byId("pause");
-  pause.disabled = coming || ["FAILED", "STOPPING"].includes(now.state);
+  pause.disabled = ["FAILED", "STOPPING"].includes(now.state);
   if (pause.dataset.told === told) return;
   Object.assign(pause.dataset, { does, told });
   pause.title = byLimit ? "Train in spite of the limit, until it ends" : paused ? "Go on training" : "Stop training after the step in progress; nothing is lost. The node stays in the swarm.";
@@ -75,9 +72,7 @@ async function togglePause() {
   const does = byId("pause").dataset.does;
   byId("pause").disabled = true;
   try {
-    const now = await send(does, does === "pause" ? { reason: "asked for on the dashboard" } : {});
-    if (does === "pause") pauseAsked = now.step;
-    tell(now);
+    tell(await send(does, does === "pause" ? { reason: "asked for on the dashboard" } : {}));
   } catch (error) {
     byId("pause").disabled = false;
     failed(error);
@@ -233,7 +228,7 @@ async function begin() {
   try {
     const [now, seen] = await Promise.all([ask("status"), catchUp()]);
     tell(now);
-    if (!document.hidden) stream.open(seen);
+    if (!document.hidden) stream.open(live.events.at(-1)?.id ?? seen); // others may have come while this was asked
   } catch (error) {
     if (failed(error)) setTimeout(() => { if (!document.hidden) begin(); }, 2000);
   }

@@ -45,7 +45,7 @@ function helpful(graph) {
     bar.style.width = `${(100 * weight) / given[0].weight}%`;
     return element("li", {}, element("a", { class: "mono", href: `#/groups?producer=${encodeURIComponent(line(from, 80))}` }, shortPeer(from)), element("span", { class: "meter", "data-tone": "foreign", "aria-hidden": "true" }, bar), element("span", {}, number(weight)));
   };
-  return [element("h3", {}, "Learned from most"), element("p", { class: "quiet small" }, "Groups of theirs that went into updates here."), element("ol", {}, ...given.map(item))];
+  return [element("h3", {}, "Learned from most"), element("p", { class: "quiet small" }, "How often groups of theirs went into updates here."), element("ol", {}, ...given.map(item))];
 }
 
 export const peers = {

@@ -146,6 +146,8 @@ export const settings = {
 
     const once = new Refresh(async (until) => {
       const config = await ask("config", until);
+      sections.replaceChildren();
+      all.length = 0;
       const keys = [...FIRST.filter((key) => config[key]), ...Object.keys(config).filter((key) => !FIRST.includes(key))];
       const names = [...new Set([...Object.keys(SECTIONS), ...keys.map((key) => key.split(".")[0])])];
       for (const name of names) {

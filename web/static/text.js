@@ -70,10 +70,10 @@ export function ago(seconds, now = Date.now() / 1000) {
   return typeof seconds === "number" ? `${duration(Math.max(0, now - seconds))} ago` : "–";
 }
 
-// A clock time today, a day and time otherwise.
-export function moment(seconds) {
+// A clock time today, a day and time otherwise; `zoned` where the node's zone may be another one than the browser's.
+export function moment(seconds, zoned = false) {
   const at = new Date(seconds * 1000);
   if (typeof seconds !== "number" || Number.isNaN(at.getTime())) return "–";
-  const time = at.toLocaleTimeString("en-GB", { hour: "2-digit", minute: "2-digit" });
+  const time = at.toLocaleTimeString("en-GB", { hour: "2-digit", minute: "2-digit", ...(zoned ? { timeZoneName: "short" } : {}) });
   return at.toDateString() === new Date().toDateString() ? time : `${at.toLocaleDateString("en-GB", { day: "numeric", month: "short" })} ${time}`;
 }

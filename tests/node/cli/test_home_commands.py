@@ -8,9 +8,12 @@ from click.testing import Result
 from node.addresses import interface_addresses
 from node.cli.up import enter_swarm
 from node.home import DaemonInfo, Home, HomeError
+from node.own_swarm import own_manifest
 from protocol.identity import Identity
 from protocol.invite import Invite
 from protocol.manifest import embedded_manifest
+from swarm.experience import ExperienceStore
+from swarm.records import PeerRecord
 
 Run = Callable[..., Result]
 MANIFEST = """
@@ -171,6 +174,47 @@ def test_up_without_a_swarm_founds_one(home: Home) -> None:
     assert home.manifest() is not None
     enter_swarm(home, None)
     assert home.swarm() == first
+
+
+def test_up_leaves_a_swarm_that_it_founded_and_was_alone_in(home: Home, caplog: pytest.LogCaptureFixture) -> None:
+    address = f"/ip4/192.0.2.1/tcp/1/p2p/{Identity.generate().peer_id}"
+    theirs = Invite(embedded_manifest("theirs", 1.0).digest, (address,), None, "theirs")
+    enter_swarm(home, None)
+    own = home.swarm()
+    ExperienceStore(home.database, clock=lambda: 1.0, max_bytes=1 << 20).close()  # it has run, and met nobody
+    with caplog.at_level("INFO", "node"):
+        enter_swarm(home, theirs)
+    assert home.swarm() == theirs
+    assert home.manifest() is None
+    assert f"left swarm {own.name}" in caplog.text
+
+
+def test_up_keeps_a_swarm_that_others_may_be_in(home: Home, tmp_path: Path) -> None:
+    theirs = Invite(embedded_manifest("theirs", 1.0).digest, (), None, "theirs")
+    enter_swarm(home, None)
+    store = ExperienceStore(home.database, clock=lambda: 1.0, max_bytes=1 << 20)
+    store.peers.save(PeerRecord("them", 0.0, 0.0, 1.0, False, "", 1.0, 1.0))
+    store.close()
+    with pytest.raises(HomeError, match="docker compose run --rm node leave"):
+        enter_swarm(home, theirs)
+
+    public, private, asked_for = (Home(tmp_path / name) for name in ("public", "private", "asked-for"))
+    for other in (public, private, asked_for):
+        other.init()
+    enter_swarm(public, None)
+    public.list_publicly(True)
+    private.found(own_manifest(private, 1.0), psk=b"k" * 32)
+    asked_for.found(embedded_manifest("mine", 1.0))
+    for other in (public, private, asked_for):
+        with pytest.raises(HomeError, match="leave"):
+            enter_swarm(other, theirs)
+
+
+def test_join_says_which_swarm_it_left(run: Run, home: Home) -> None:
+    theirs = Invite(embedded_manifest("theirs", 1.0).digest, (), None, "theirs").to_uri()
+    enter_swarm(home, None)
+    name = home.swarm().name
+    assert f"Left swarm {name}" in run("--home", home.path, "join", theirs).stdout
 
 
 def test_env(run: Run, home: Home) -> None:

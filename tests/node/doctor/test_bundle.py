@@ -52,6 +52,8 @@ def test_no_secret_is_in_any_member(tmp_path: Path, no_variables: None, monkeypa
         "anybody's password in a URL": "hunter2hunter2",
         "anybody's login code": "Zm9vYmFyCODE",
         "anybody's api key": "sk-abcdef123456",
+        "anybody's variable": "sk-variable",
+        "anybody's setting": "sk-quoted",
     }
     planted = [
         # a password, a code or a key of anybody is known by where it stands, not by its value
@@ -60,6 +62,8 @@ def test_no_secret_is_in_any_member(tmp_path: Path, no_variables: None, monkeypa
         "GET /login?code=Zm9vYmFyCODE HTTP/1.1",
         "proxy http://user:hunter2hunter2@proxy:3128",
         "starting vllm serve --api-key=sk-abcdef123456 --port 1",
+        "started with VENDOR_KEY=sk-variable",
+        'asked with {"api_key": "sk-quoted"}',
         "harmless words",
     ]
     home.logs.mkdir(exist_ok=True)
@@ -107,6 +111,13 @@ def test_no_secret_is_in_any_member(tmp_path: Path, no_variables: None, monkeypa
         ("shoal: no daemon runs", "shoal: no daemon runs"),
         ("token hf_" + "a" * 20, "token (hidden)"),
         ("Set-Cookie: session=1; Path=/", "Set-Cookie: (hidden)"),
+        ("OPENAI_API_KEY=sk-abc next", "OPENAI_API_KEY=(hidden) next"),
+        ('{"api_key": "sk-a b", "port": 1}', '{"api_key": "(hidden)", "port": 1}'),
+        (json.dumps({"message": '"x-api-key": "sk-a b"'}), json.dumps({"message": '"x-api-key": "(hidden)"'})),
+        ("password = hunter2 next", "password = (hidden) next"),
+        ("db_password='hunter 2'", "db_password='(hidden)'"),
+        ('"secret": false, "prompt_tokens": 5', '"secret": false, "prompt_tokens": 5'),
+        ("sorted(names, key=len), eos_token_id=2", "sorted(names, key=len), eos_token_id=2"),
         ("12 tokens of prompt-tokens 5", "12 tokens of prompt-tokens 5"),
     ],
 )
