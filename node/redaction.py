@@ -22,7 +22,10 @@ FORMS: Sequence[tuple[re.Pattern[str], str]] = (
     (re.compile(r"(?i)(\bbearer\s+)[^\s\"',;]+"), rf"\1{HIDDEN}"),
     (re.compile(r"(?i)(\b(?:set-)?cookie\b[\"']?\s*[:=]\s*)[^\n\"]+"), rf"\1{HIDDEN}"),
     (re.compile(r"(?i)([?&](?:code|token|key|access_token)=)[^\s&\"']+"), rf"\1{HIDDEN}"),
-    (re.compile(r"(?i)(--?[\w-]{0,40}(?:key|token|secret|pass\w{0,9})(?:=|[\"',\s]{1,8}))[^\s\"',]+"), rf"\1{HIDDEN}"),
+    (
+        re.compile(r"(?i)((?<![\w-])--?[\w-]{0,40}(?:key|token|secret|pass\w{0,9})(?:=|[\"',\s]{1,8}))[^\s\"',]+"),
+        rf"\1{HIDDEN}",
+    ),
     (re.compile(rf"(?i)(\b{NAMED}\\?[\"']?[ \t]{{0,4}}[:=][ \t]{{0,4}}(\\?[\"']))(?:(?!\2)[^\n])+"), rf"\1{HIDDEN}"),
     (re.compile(rf"(?i)(\b{NAMED}[ \t]{{0,4}}=[ \t]{{0,4}})[^\s\"'\\,;&]+"), rf"\1{HIDDEN}"),
     (re.compile(r"(\b\w{1,15}://)[^\s/@\"']+@"), rf"\1{HIDDEN}@"),

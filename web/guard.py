@@ -47,8 +47,7 @@ class Guard:
         self.hosts = set(LOOPBACK_NAMES)
         if not is_wildcard(bound_host):
             self.hosts.add(host_name(f"[{bound_host}]" if ":" in bound_host else bound_host))
-        self.allowed = tuple(allowed_hosts)
-        self.hosts.update(host_name(host) for host in self.allowed)
+        self.hosts.update(host_name(host) for host in allowed_hosts)
 
     @web.middleware
     async def middleware(self, request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -97,11 +96,10 @@ class Guard:
         if name is None:
             raise Refused(400, "the Host header is missing or not a host", "use the address `shoal open` prints")
         if name not in self.hosts:
-            names = ",".join((*self.allowed, name))  # a setting is set whole: those that are allowed stay so
             raise Refused(
                 421,
                 f"this node does not answer as {name!r}",
-                f"use http://127.0.0.1, or allow the name: shoal config set web.allowed_hosts {names}",
+                f"use http://127.0.0.1, or allow it: shoal config set web.allowed_hosts {name}, with those set before",
             )
 
 
