@@ -297,6 +297,12 @@ class Config(Section):
                 f"rollout.policy = {self.rollout.policy} goes on with a sample under newer weights, and a follower's "
                 "groups are of one version each; set rollout.policy to synchronous"
             )
+        if self.rollout.policy == "asynchronous" and self.rollout.max_staleness == 0:
+            raise ValueError(
+                "rollout.policy = asynchronous samples while the trainer makes the next version, and "
+                "rollout.max_staleness = 0 takes no token of an older one; set rollout.max_staleness to 2, or "
+                "rollout.policy to synchronous"
+            )
         if self.averaging.method != "none":
             self._check_averaging()
         return self

@@ -58,7 +58,9 @@ class SpotCheck:
         found = {}
         for digest, group, rows in zip(groups, chosen, computed, strict=True):
             try:
-                compare([sequence.behaviour_logprobs or () for sequence in group.sequences], rows, self._publisher.dtype)
+                compare(
+                    [sequence.behaviour_logprobs or () for sequence in group.sequences], rows, self._publisher.dtype
+                )
             except Rejected as rejected:
                 found[digest] = rejected
         return found

@@ -112,8 +112,8 @@ class Rounds:
 
     # -- beginning ---------------------------------------------------------------------------------------------
 
-    def missing(self, count: int) -> int:
-        """How many new tasks to begin for a step of `count` groups."""
+    def missing(self, count: int, *, ahead: bool = False) -> int:
+        """How many new tasks to begin for a step of `count` groups; `ahead`: for `ahead`, after the step's were taken."""
         plan = self.plan
         if plan.policy == "synchronous":
             return max(0, count - len(self.begun))
@@ -122,8 +122,8 @@ class Rounds:
             if self._is_long_round(count):
                 return 0
             return max(0, provision - sum(not one.long for one in self.begun))
-        # never more than can all be taken before they are too stale
-        return max(0, min(provision, count * (1 + plan.staleness)) - len(self.begun))
+        # never more than can all be taken before they are too stale: what is sent ahead misses this version's step
+        return max(0, min(provision, count * (plan.staleness + (not ahead))) - len(self.begun))
 
     def begin(self, tasks: Sequence[Begun]) -> None:
         for task in tasks:
@@ -220,14 +220,16 @@ class Rounds:
         flight.add_done_callback(self._flights.discard)
 
     async def _fly(self, tasks: Sequence[Begun], requests: Sequence[PromptRequest]) -> None:
+        left = list(tasks)  # those that landed may be in another flight by now
         try:
             async with aclosing(self._sampled(tasks, requests, None)) as groups:
-                async for _ in groups:
+                async for one in groups:
+                    left.remove(one)
                     self._landed.set()
         except Exception as trouble:  # noqa: BLE001 - raised to whoever waits for the groups
             self._trouble = trouble
         finally:
-            for one in tasks:
+            for one in left:
                 one.since = None
             self._landed.set()
 

@@ -58,6 +58,10 @@ def test_what_cannot_work_is_refused_with_what_can(home: Home, settings: dict[st
             ],
         ),
         (
+            {"rollout.policy": "asynchronous", "rollout.max_staleness": "0"},
+            ["takes no token of an older one", "set rollout.max_staleness to 2"],
+        ),
+        (
             {"train.shards": "2", "model.device": "cuda:1"},
             ["shards = 2 uses the first 2 GPUs", "cuda:1 names one", "set model.device to cuda or auto"],
         ),
