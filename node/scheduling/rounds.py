@@ -113,7 +113,7 @@ class Rounds:
     # -- beginning ---------------------------------------------------------------------------------------------
 
     def missing(self, count: int, *, ahead: bool = False) -> int:
-        """How many new tasks to begin for a step of `count` groups; `ahead`: for `ahead`, after the step's were taken."""
+        """How many new tasks to begin for a step of `count` groups; `ahead`: to be sampled while it is trained."""
         plan = self.plan
         if plan.policy == "synchronous":
             return max(0, count - len(self.begun))
