@@ -106,6 +106,9 @@ class Rounds:
         """Tokens sampled for nothing so far: too stale, or left over from a short round."""
         self._places = 0
         self._finished = 0
+        self._step = 0, 0
+        """The engine's version, and the most groups asked for with it: a step's further rounds (dynamic sampling) ask
+        for fewer."""
         self._flights: set[asyncio.Task[None]] = set()
         self._landed = asyncio.Event()
         self._trouble: Exception | None = None
@@ -132,7 +135,10 @@ class Rounds:
             self.begun.append(task)
 
     def _is_long_round(self, count: int) -> bool:
-        return sum(one.long for one in self.begun) >= count
+        version, size = self._step
+        size = max(size, count) if version == self.engine.version else count
+        self._step = self.engine.version, size
+        return sum(one.long for one in self.begun) >= count >= size
 
     # -- taking ------------------------------------------------------------------------------------------------
 

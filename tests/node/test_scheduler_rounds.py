@@ -151,6 +151,23 @@ def test_tail_batching_is_on_policy_and_gives_the_long_ones_a_step_of_their_own(
     run_virtual(run())
 
 
+def test_a_further_round_of_dynamic_sampling_is_no_step_of_the_long_ones() -> None:
+    async def run() -> None:
+        node = Node(Plan("tail", over_provision=1.5))
+        for _ in range(2):
+            node.begin(4)
+            await node.rounds.take(4)
+            assert any(one.long for one in node.rounds.begun)
+            began = now()
+            node.begin(1)
+            (one,) = await node.rounds.take(1)
+            assert one.ref.index % 3 != 0
+            assert now() - began < 60  # not the 200 of the long ones
+            await node.scheduler.update_weights(node.scheduler.version + 1)
+
+    run_virtual(run())
+
+
 def test_asynchronous_steps_train_while_the_next_ones_are_sampled() -> None:
     async def run() -> None:
         seconds = {}
