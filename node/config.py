@@ -272,6 +272,12 @@ class Config(Section):
                 "trainer's, and train.correction = none does not correct that; set train.correction to tis, or "
                 "engine.quantization to none"
             )
+        late = self.rollout.policy in ("partial", "asynchronous") and self.rollout.max_staleness > 0
+        if late and self.train.correction == "none":
+            raise ValueError(
+                f"rollout.policy = {self.rollout.policy} trains on tokens of older versions, and train.correction = "
+                "none does not correct that; set train.correction to tis, or rollout.policy to synchronous"
+            )
         if self.train.shards > 1 and ":" in self.model.device:
             raise ValueError(
                 f"train.shards = {self.train.shards} uses the first {self.train.shards} GPUs, and model.device = "

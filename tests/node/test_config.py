@@ -58,6 +58,10 @@ def test_what_cannot_work_is_refused_with_what_can(home: Home, settings: dict[st
             ],
         ),
         (
+            {"rollout.policy": "partial", "train.correction": "none"},
+            ["trains on tokens of older versions", "set train.correction to tis, or rollout.policy to synchronous"],
+        ),
+        (
             {"rollout.policy": "asynchronous", "rollout.max_staleness": "0"},
             ["takes no token of an older one", "set rollout.max_staleness to 2"],
         ),
