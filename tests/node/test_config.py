@@ -144,6 +144,11 @@ def test_a_federation_that_cannot_be(settings: dict[str, Any], problem: str) -> 
         Config.model_validate(settings)
 
 
+def test_a_temperature_that_nothing_corrects_is_told() -> None:
+    (said,) = oddities(Config.model_validate({"rollout": {"temperature": 0.7}}))
+    assert "rollout.temperature = 0.7 samples from another distribution" in said
+
+
 def test_a_leader_that_takes_no_groups_is_told() -> None:
     settings = {"federation": {"publish": True}, "swarm": {"foreign_groups": 0}}
     (said,) = oddities(Config.model_validate(settings))
