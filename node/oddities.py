@@ -30,13 +30,15 @@ def oddities(config: Config) -> list[str]:
             "federation.publish gives followers the policy, and swarm.foreign_groups = 0 takes none of their groups; "
             "set it to as many as an update is to have"
         )
-    if (
-        train.foreign_negatives == "truncated"
-        and config.swarm.foreign_ratio == "self"
-        and train.passes * train.mini_batches == 1
-    ):
-        said.append(
-            "train.foreign_negatives = truncated does nothing: the ratio of foreign tokens is 1 in the first "
-            "optimizer step; set swarm.foreign_ratio = behaviour, or train.passes over 1"
-        )
+    if train.foreign_negatives == "truncated" and config.swarm.foreign_ratio == "self":
+        if train.loss_has_ratio:
+            said.append(
+                "train.foreign_negatives = truncated does nothing without the producers' log-probs: train.loss = "
+                f"{train.loss} has the ratio to the policy before the step itself; set swarm.foreign_ratio = behaviour"
+            )
+        elif train.passes * train.mini_batches == 1:
+            said.append(
+                "train.foreign_negatives = truncated does nothing: the ratio of foreign tokens is 1 in the first "
+                "optimizer step; set swarm.foreign_ratio = behaviour, or train.passes over 1"
+            )
     return said

@@ -105,7 +105,7 @@ def test_what_cannot_work_between_sections_is_refused(home: Home, settings: dict
         {"advantage": "gdpo", "loss": "gmpo"},
         {"kl_in": "reward", "kl_coefficient": 0.1, "advantage": "reinforce_pp"},
         {"loss": "gspo", "aggregation": "seq-mean-token-mean"},
-        {"foreign_negatives": "truncated", "passes": 2},
+        {"foreign_negatives": "truncated", "passes": 2, "loss": "reinforce"},
     ],
 )
 def test_what_fits_together_is_not_odd(settings: dict[str, object]) -> None:
@@ -119,7 +119,8 @@ def test_what_fits_together_is_not_odd(settings: dict[str, object]) -> None:
         ({"lora_rank": 16}, "about ten times the rate of whole weights"),
         ({"kl_in": "reward"}, "does nothing while train.kl_coefficient is 0"),
         ({"kl_estimator": "k1", "kl_coefficient": 0.1}, "k1 measures the KL and does not pull"),
-        ({"foreign_negatives": "truncated"}, "does nothing: the ratio of foreign tokens is 1"),
+        ({"foreign_negatives": "truncated", "loss": "gpg"}, "does nothing: the ratio of foreign tokens is 1"),
+        ({"foreign_negatives": "truncated", "passes": 2}, "train.loss = dapo has the ratio"),
     ],
 )
 def test_what_is_allowed_and_hardly_meant_is_said(train: dict[str, object], words: str) -> None:
