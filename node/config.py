@@ -11,7 +11,7 @@ from pydantic import AfterValidator, Field, model_validator
 
 from node.config_averaging import ROUND_SLACK, AveragingConfig
 from node.config_train import TRAIN_AT_START, TrainConfig
-from node.config_types import Kbps, Multiaddrs, Peers, Section, Texts, listened, quiet, signing_peer
+from node.config_types import Arguments, Kbps, Multiaddrs, Peers, Section, Texts, listened, quiet, signing_peer
 
 
 class NodeConfig(Section):
@@ -65,7 +65,7 @@ class EngineConfig(Section):
     )
     others: Texts = Field((), description="more vLLM servers like the one at engine.url, to share the rollouts")
     command: str = Field("vllm", min_length=1, description="the vllm program that the node starts")
-    args: Texts = Field((), description="more arguments for it (--key=value)")
+    args: Arguments = Field((), description="more arguments for it (--key=value)")
     gpus: str = Field("", pattern=r"^(\d+(,\d+)*)?$", description="GPUs for it, like 1 or 1,2; empty: the trainer's")
     gpu_share: float = Field(0.0, ge=0, lt=1, description="share of GPU memory it may take; 0: what the trainer leaves")
     cache_gb: int = Field(1, ge=1, le=4096, description="memory for its keys and values, on a CPU")
