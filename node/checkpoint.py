@@ -292,8 +292,7 @@ class CheckpointStore:
             raise
         except Exception as error:
             shutil.rmtree(aside, ignore_errors=True)
-            # the tokenizers library has no type for a failed write: a plain Exception ending in (os error 28)
-            if not isinstance(error, OSError | SafetensorError) and "(os error " not in str(error):
+            if not failed_write(error):
                 raise
             raise CheckpointError(
                 f"{target} could not be written ({error}); free some disk: every step is journalled meanwhile"
@@ -343,6 +342,14 @@ def _checksum(file: Path) -> int:
         while chunk := content.read(CHUNK):
             value = zlib.crc32(chunk, value)
     return value
+
+
+def failed_write(error: Exception) -> bool:
+    """Whether a model's files could not be written: a full disk, most of the time.
+
+    The tokenizers library has no type for it: a plain Exception ending in (os error 28).
+    """
+    return isinstance(error, OSError | SafetensorError) or "(os error " in str(error)
 
 
 def sync(path: Path) -> None:

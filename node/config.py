@@ -11,7 +11,7 @@ from pydantic import AfterValidator, Field, model_validator
 
 from node.config_averaging import ROUND_SLACK, AveragingConfig
 from node.config_train import TRAIN_AT_START, TrainConfig
-from node.config_types import Kbps, Multiaddrs, Peers, Section, Texts, listened, quiet, signing_peer
+from node.config_types import Arguments, Kbps, Multiaddrs, Peers, Section, Texts, listened, quiet, signing_peer
 
 
 class NodeConfig(Section):
@@ -65,7 +65,7 @@ class EngineConfig(Section):
     )
     others: Texts = Field((), description="more vLLM servers like the one at engine.url, to share the rollouts")
     command: str = Field("vllm", min_length=1, description="the vllm program that the node starts")
-    args: Texts = Field((), description="more arguments for it (--key=value)")
+    args: Arguments = Field((), description="more arguments for it (--key=value)")
     gpus: str = Field("", pattern=r"^(\d+(,\d+)*)?$", description="GPUs for it, like 1 or 1,2; empty: the trainer's")
     gpu_share: float = Field(0.0, ge=0, lt=1, description="share of GPU memory it may take; 0: what the trainer leaves")
     cache_gb: int = Field(1, ge=1, le=4096, description="memory for its keys and values, on a CPU")
@@ -275,6 +275,12 @@ class Config(Section):
                 "trainer's, and train.correction = none does not correct that; set train.correction to tis, or "
                 "engine.quantization to none"
             )
+        late = self.rollout.policy in ("partial", "asynchronous") and self.rollout.max_staleness > 0
+        if late and self.train.correction == "none":
+            raise ValueError(
+                f"rollout.policy = {self.rollout.policy} trains on tokens of older versions, and train.correction = "
+                "none does not correct that; set train.correction to tis, or rollout.policy to synchronous"
+            )
         if self.train.shards > 1 and ":" in self.model.device:
             raise ValueError(
                 f"train.shards = {self.train.shards} uses the first {self.train.shards} GPUs, and model.device = "
@@ -299,6 +305,12 @@ class Config(Section):
             raise ValueError(
                 f"rollout.policy = {self.rollout.policy} goes on with a sample under newer weights, and a follower's "
                 "groups are of one version each; set rollout.policy to synchronous"
+            )
+        if self.rollout.policy == "asynchronous" and self.rollout.max_staleness == 0:
+            raise ValueError(
+                "rollout.policy = asynchronous samples while the trainer makes the next version, and "
+                "rollout.max_staleness = 0 takes no token of an older one; set rollout.max_staleness to 2, or "
+                "rollout.policy to synchronous"
             )
         if self.averaging.method != "none":
             self._check_averaging()

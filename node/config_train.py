@@ -142,6 +142,11 @@ class TrainConfig(Section):
         return self.advantage in ("gae", "turn_gae", "bilevel_gae")
 
     @property
+    def loss_has_ratio(self) -> bool:
+        """Whether the loss weighs a token by the policy's ratio to what it was before the step."""
+        return self.loss not in ("reinforce", "gpg")
+
+    @property
     def kl_in_reward(self) -> bool:
         return self.kl_coefficient > 0 and self.kl_in == "reward"
 

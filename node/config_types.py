@@ -14,7 +14,19 @@ def split_commas(value: object) -> object:
     return tuple(part.strip() for part in value.split(",") if part.strip()) if isinstance(value, str) else value
 
 
+def split_arguments(value: object) -> object:
+    """The same, but for the commas of JSON, which is what some arguments of vLLM are."""
+    if not isinstance(value, str):
+        return value
+    parts = [""]
+    for piece in value.split(","):
+        inside = sum(map(parts[-1].count, "{[")) > sum(map(parts[-1].count, "}]"))
+        parts[-1:] = [f"{parts[-1]},{piece}"] if inside else [parts[-1], piece]
+    return tuple(part.strip() for part in parts if part.strip())
+
+
 Texts = Annotated[tuple[str, ...], BeforeValidator(split_commas)]
+Arguments = Annotated[tuple[str, ...], BeforeValidator(split_arguments)]
 
 
 def listened(address: str) -> str:

@@ -142,6 +142,20 @@ def decode(bundle: ModelBundle, token_ids: Sequence[int]) -> str:
     return str(bundle.tokenizer.decode(list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
 
+def spells(bundle: ModelBundle, token_ids: Sequence[int], text: str, finish: FinishReason) -> bool:
+    """Whether token ids of another node are those of the text and of nothing else, ended where it stopped by itself.
+
+    `decode` passes over special tokens and over ids that only the model has: any answer could be padded with them.
+    """
+    body = list(token_ids)
+    if any(token >= bundle.vocabulary_size for token in body) or decode(bundle, body) != text:
+        return False
+    if finish == "stop" and (not body or body.pop() not in bundle.stop_ids):
+        return False
+    everything = bundle.tokenizer.decode(body, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    return None not in bundle.tokenizer.convert_ids_to_tokens(body) and everything == decode(bundle, body)
+
+
 def fingerprint(tokenizer: Any) -> bytes:
     """SHA-256 of vocabulary and special tokens; the chat template is left out, it changes no token's meaning."""
     special = {key: str(value) for key, value in tokenizer.special_tokens_map.items()}

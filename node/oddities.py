@@ -20,18 +20,25 @@ def oddities(config: Config) -> list[str]:
         said.append("train.kl_in = reward does nothing while train.kl_coefficient is 0")
     if train.kl_coefficient > 0 and train.kl_estimator == "k1" and train.kl_in == "loss":
         said.append("train.kl_estimator = k1 measures the KL and does not pull; k2, k3 and k3+ do")
+    if config.rollout.temperature != 1:
+        said.append(
+            f"rollout.temperature = {config.rollout.temperature:g} samples from another distribution than the policy, "
+            "whose log-probs are those at temperature 1: train.correction does not correct that"
+        )
     if config.federation.publish and config.swarm.foreign_groups == 0:
         said.append(
             "federation.publish gives followers the policy, and swarm.foreign_groups = 0 takes none of their groups; "
             "set it to as many as an update is to have"
         )
-    if (
-        train.foreign_negatives == "truncated"
-        and config.swarm.foreign_ratio == "self"
-        and train.passes * train.mini_batches == 1
-    ):
-        said.append(
-            "train.foreign_negatives = truncated does nothing: the ratio of foreign tokens is 1 in the first "
-            "optimizer step; set swarm.foreign_ratio = behaviour, or train.passes over 1"
-        )
+    if train.foreign_negatives == "truncated" and config.swarm.foreign_ratio == "self":
+        if train.loss_has_ratio:
+            said.append(
+                "train.foreign_negatives = truncated does nothing without the producers' log-probs: train.loss = "
+                f"{train.loss} has the ratio to the policy before the step itself; set swarm.foreign_ratio = behaviour"
+            )
+        elif train.passes * train.mini_batches == 1:
+            said.append(
+                "train.foreign_negatives = truncated does nothing: the ratio of foreign tokens is 1 in the first "
+                "optimizer step; set swarm.foreign_ratio = behaviour, or train.passes over 1"
+            )
     return said

@@ -9,7 +9,7 @@ from typing import Literal
 from node.config import Config
 from node.config_train import TrainConfig
 from node.interfaces import Engine, PromptRequest, Sample, Score, Task, TrainGroup, TrainSequence
-from node.models import ModelBundle, decode, encode_completion, render_prompt
+from node.models import ModelBundle, decode, encode_completion, render_prompt, spells
 from node.routing import Routing, divide
 from node.scorer import Scorer
 from node.selection import overlong_penalty
@@ -181,7 +181,7 @@ async def from_group(
     """A foreign group as this node sees it: prompt regenerated, text re-encoded, locally computed rewards.
 
     With `use_behaviour` and the same tokenizer, the producer's token ids and log-probabilities are kept where the
-    ids really spell the text.
+    ids really spell the text, and nothing else.
     """
     (task,), (prompt_ids,) = await prompts(bundle, scorer, [group.task])
     same_tokenizer = use_behaviour and group.tokenizer == bundle.fingerprint
@@ -191,8 +191,7 @@ async def from_group(
         logprobs: tuple[float, ...] = ()
         if same_tokenizer and completion.token_ids and completion.logprobs:
             claimed = unpack_token_ids(completion.token_ids)
-            in_vocabulary = all(token < bundle.vocabulary_size for token in claimed)
-            if in_vocabulary and decode(bundle, claimed) == completion.text:
+            if spells(bundle, claimed, completion.text, completion.finish):
                 ids, logprobs = claimed, unpack_logprobs(completion.logprobs)
         samples.append(Sample(ids, logprobs, completion.finish, group.policy_version))
     return Rollout(

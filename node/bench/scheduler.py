@@ -183,7 +183,7 @@ class _Simulation:
                 [at for engine in self.engines for at in engine.meters.finishes if at > started], loop.time()
             )
             if asynchronous:
-                self._begin()
+                self._begin(ahead=True)
                 await self.rounds.ahead()
             trained = SCALE * sum(one.tokens for one in taken)
             tokens += trained
@@ -209,9 +209,9 @@ class _Simulation:
         await self.scheduler.close()
         return figures
 
-    def _begin(self) -> None:
+    def _begin(self, *, ahead: bool = False) -> None:
         """The next tasks of the trace, as many as the policy wants."""
-        count = self.rounds.missing(self.case.groups)
+        count = self.rounds.missing(self.case.groups, ahead=ahead)
         self.rounds.begin(
             [Begun(TaskRef("task", "1", 0, self.next + i), 0, self.next + i) for i in range(count)],
         )

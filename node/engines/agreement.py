@@ -6,8 +6,11 @@ from node.device import Device
 from node.interfaces import Engine, PromptRequest, Sample, Trainer, TrainGroup, TrainSequence
 from node.routing import Routing, divide
 
-AGREEMENT = {"float32": 1e-3, "bfloat16": 0.5, "fp8": 2.0}
-"""How far an engine's and a trainer's log-probability of one token may be apart, by the coarser compute type."""
+AGREEMENT = {"float32": 1e-3, "float16": 0.1, "bfloat16": 0.5, "fp8": 2.0}
+"""How far an engine's and a trainer's log-probability of one token may be apart, by the coarser compute type.
+
+float16 is what a server elsewhere may compute in: 0.03 was seen with the embedded model, and 0.15 with bfloat16.
+"""
 
 
 class AgreementError(Exception):

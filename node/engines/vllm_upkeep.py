@@ -233,8 +233,10 @@ class Upkeep:
             elif pauses:
                 await self.client.post("/pause", seconds=CALL_SECONDS, mode="keep")
             await self.transfer.load(self.client, self.config.update_seconds)
+            if not pauses:
+                self.loaded = version  # streams that begin from here on name the new adapters
+            self.versions[named] = version  # before a stream can end with it
             await self.client.post("/update_weight_version", {"new_version": named}, CALL_SECONDS)
-            self.versions[named] = version
             for stream in self.open if self.transfer.in_place else ():
                 # what was sampled before and is still on its way is of the older version
                 stream.marks.append((len(stream.token_ids) + STREAM_TOKENS, version))

@@ -12,6 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from node.checkpoint import failed_write
+
 SUMS = "sha256.json"
 NAME = re.compile(r"\.?v\d+-[0-9a-f]{8}")
 KEPT = 2
@@ -61,8 +63,10 @@ class WeightFiles:
             aside.chmod(0o755)
             size = sum(file.stat().st_size for file in aside.iterdir())
             directory = aside.rename(self.root / name)
-        except OSError as error:
+        except Exception as error:
             shutil.rmtree(aside, ignore_errors=True)
+            if not failed_write(error):
+                raise
             raise WeightFilesError(
                 f"{self.root}: the weights of version {version} cannot be written ({error}); "
                 "free some disk, or set engine.weights_dir to another one"
@@ -87,12 +91,13 @@ class WeightFiles:
                 )
 
     def _sweep(self, keep: int) -> None:
-        """Remove all but the `keep` newest directories."""
+        """Remove all but the `keep` newest directories, and what was left unfinished."""
         if not self.root.is_dir():
             return
         found = sorted(self.root.iterdir(), key=lambda path: path.stat().st_mtime_ns, reverse=True)
         ours = [path for path in found if path.is_dir() and NAME.fullmatch(path.name)]
-        for path in ours[keep:]:
+        whole = [path for path in ours if not path.name.startswith(".")]
+        for path in {*ours} - {*whole[:keep]}:
             shutil.rmtree(path, ignore_errors=True)
 
     def close(self) -> None:

@@ -61,6 +61,8 @@ class Followers:
             version = self.version_of(entry)
             if version is None or version < 0 or entry.digest in self._passed:
                 continue
+            if not rollout.behaviour_known:  # without usable log-probs its claim gains it nothing: as any other group
+                continue
             if self._spot_check.drawn(entry.digest, p.config.federation.spot_check):
                 drawn.setdefault(version, {})[entry.digest] = train_group(rollout, p.config.train)
         bad: dict[bytes, Rejected] = {}

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, Field, ValidationError, model_validator
 
 from node.config import Config
-from node.config_types import PEER, Section, Texts
+from node.config_types import PEER, Arguments, Section
 from node.settings import ConfigError, allowed
 
 MAX_BYTES = 64 << 10
@@ -59,7 +59,7 @@ class EnginesSection(Section):
     gpus: Count = Field(1, ge=0, le=64, description="GPUs of each, on one machine; 0: it computes on the CPU")
     cpus: Cpus = Field(1.0, description="processors of each")
     command: str = Field("", description="the vllm program on those machines; empty: engine.command")
-    args: Texts = Field((), description="more arguments for it, after engine.args (--key=value)")
+    args: Arguments = Field((), description="more arguments for it, after engine.args (--key=value)")
 
 
 class RewardsSection(Section):

@@ -119,11 +119,13 @@ def train(
 def micro_batch(examples: Sequence[Pair] | Sequence[Labelled], course: Course, budget: int) -> int:
     """Examples of one forward, so that they have at most `budget` tokens padded to the longest, and at least one.
 
-    KTO takes two at least: it estimates the KL from prompts paired with each other's answers.
+    As many in each forward of a step, which has as few more than `course.batch` as that allows. KTO takes two at least:
+    it estimates the KL from prompts paired with each other's answers.
     """
     longest = max(map(_tokens, examples))
     smallest = 2 if course.method == "kto" else 1
-    return max(smallest, min(budget // longest, course.batch, len(examples)))
+    most = max(smallest, min(budget // longest, course.batch, len(examples)))
+    return max(smallest, math.ceil(course.batch / math.ceil(course.batch / most)))
 
 
 def _tokens(example: Pair | Labelled) -> int:

@@ -59,7 +59,7 @@ class OwnRollouts:
             rounds.begin(tasks(rounds.missing(count)))
             taken = await rounds.take(count)
             if rounds.plan.policy == "asynchronous":
-                rounds.begin(tasks(rounds.missing(count)))
+                rounds.begin(tasks(rounds.missing(count, ahead=True)))
                 await rounds.ahead()
             return await scored(
                 self.bundle,

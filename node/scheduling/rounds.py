@@ -106,14 +106,17 @@ class Rounds:
         """Tokens sampled for nothing so far: too stale, or left over from a short round."""
         self._places = 0
         self._finished = 0
+        self._step = 0, 0
+        """The engine's version, and the most groups asked for with it: a step's further rounds (dynamic sampling) ask
+        for fewer."""
         self._flights: set[asyncio.Task[None]] = set()
         self._landed = asyncio.Event()
         self._trouble: Exception | None = None
 
     # -- beginning ---------------------------------------------------------------------------------------------
 
-    def missing(self, count: int) -> int:
-        """How many new tasks to begin for a step of `count` groups."""
+    def missing(self, count: int, *, ahead: bool = False) -> int:
+        """How many new tasks to begin for a step of `count` groups; `ahead`: to be sampled while it is trained."""
         plan = self.plan
         if plan.policy == "synchronous":
             return max(0, count - len(self.begun))
@@ -122,8 +125,8 @@ class Rounds:
             if self._is_long_round(count):
                 return 0
             return max(0, provision - sum(not one.long for one in self.begun))
-        # never more than can all be taken before they are too stale
-        return max(0, min(provision, count * (1 + plan.staleness)) - len(self.begun))
+        # never more than can all be taken before they are too stale: what is sent ahead misses this version's step
+        return max(0, min(provision, count * (plan.staleness + (not ahead))) - len(self.begun))
 
     def begin(self, tasks: Sequence[Begun]) -> None:
         for task in tasks:
@@ -132,7 +135,10 @@ class Rounds:
             self.begun.append(task)
 
     def _is_long_round(self, count: int) -> bool:
-        return sum(one.long for one in self.begun) >= count
+        version, size = self._step
+        size = max(size, count) if version == self.engine.version else count
+        self._step = self.engine.version, size
+        return sum(one.long for one in self.begun) >= count >= size
 
     # -- taking ------------------------------------------------------------------------------------------------
 
@@ -220,14 +226,16 @@ class Rounds:
         flight.add_done_callback(self._flights.discard)
 
     async def _fly(self, tasks: Sequence[Begun], requests: Sequence[PromptRequest]) -> None:
+        left = list(tasks)  # those that landed may be in another flight by now
         try:
             async with aclosing(self._sampled(tasks, requests, None)) as groups:
-                async for _ in groups:
+                async for one in groups:
+                    left.remove(one)
                     self._landed.set()
         except Exception as trouble:  # noqa: BLE001 - raised to whoever waits for the groups
             self._trouble = trouble
         finally:
-            for one in tasks:
+            for one in left:
                 one.since = None
             self._landed.set()
 

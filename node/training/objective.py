@@ -129,7 +129,9 @@ class StepObjective:
         weight = CORRECTIONS[config.correction](old, sampled, sequence, mask, config)
         if config.foreign_negatives == "truncated":
             tapered = self.foreign[at] & (advantages < 0)
-            weight = torch.where(tapered, topr(logprobs, sampled, advantages), weight)
+            # a loss with r = logp / old has the rest of the ratio itself, as with the corrections
+            policy = old if config.loss_has_ratio else logprobs
+            weight = torch.where(tapered, topr(policy, sampled, advantages), weight)
         if config.opsm_delta > 0:
             weight = weight * opsm(logprobs, sampled, advantages, sequence, mask, config.opsm_delta)
         losses = losses * weight

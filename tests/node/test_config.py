@@ -58,6 +58,14 @@ def test_what_cannot_work_is_refused_with_what_can(home: Home, settings: dict[st
             ],
         ),
         (
+            {"rollout.policy": "partial", "train.correction": "none"},
+            ["trains on tokens of older versions", "set train.correction to tis, or rollout.policy to synchronous"],
+        ),
+        (
+            {"rollout.policy": "asynchronous", "rollout.max_staleness": "0"},
+            ["takes no token of an older one", "set rollout.max_staleness to 2"],
+        ),
+        (
             {"train.shards": "2", "model.device": "cuda:1"},
             ["shards = 2 uses the first 2 GPUs", "cuda:1 names one", "set model.device to cuda or auto"],
         ),
@@ -97,7 +105,7 @@ def test_what_cannot_work_between_sections_is_refused(home: Home, settings: dict
         {"advantage": "gdpo", "loss": "gmpo"},
         {"kl_in": "reward", "kl_coefficient": 0.1, "advantage": "reinforce_pp"},
         {"loss": "gspo", "aggregation": "seq-mean-token-mean"},
-        {"foreign_negatives": "truncated", "passes": 2},
+        {"foreign_negatives": "truncated", "passes": 2, "loss": "reinforce"},
     ],
 )
 def test_what_fits_together_is_not_odd(settings: dict[str, object]) -> None:
@@ -111,7 +119,8 @@ def test_what_fits_together_is_not_odd(settings: dict[str, object]) -> None:
         ({"lora_rank": 16}, "about ten times the rate of whole weights"),
         ({"kl_in": "reward"}, "does nothing while train.kl_coefficient is 0"),
         ({"kl_estimator": "k1", "kl_coefficient": 0.1}, "k1 measures the KL and does not pull"),
-        ({"foreign_negatives": "truncated"}, "does nothing: the ratio of foreign tokens is 1"),
+        ({"foreign_negatives": "truncated", "loss": "gpg"}, "does nothing: the ratio of foreign tokens is 1"),
+        ({"foreign_negatives": "truncated", "passes": 2}, "train.loss = dapo has the ratio"),
     ],
 )
 def test_what_is_allowed_and_hardly_meant_is_said(train: dict[str, object], words: str) -> None:
@@ -134,6 +143,11 @@ def test_what_is_allowed_and_hardly_meant_is_said(train: dict[str, object], word
 def test_a_federation_that_cannot_be(settings: dict[str, Any], problem: str) -> None:
     with pytest.raises(ValidationError, match=problem):
         Config.model_validate(settings)
+
+
+def test_a_temperature_that_nothing_corrects_is_told() -> None:
+    (said,) = oddities(Config.model_validate({"rollout": {"temperature": 0.7}}))
+    assert "rollout.temperature = 0.7 samples from another distribution" in said
 
 
 def test_a_leader_that_takes_no_groups_is_told() -> None:

@@ -1,6 +1,7 @@
 """Sampling many groups in one batch: what comes out is what the plain model would give, whatever shares the batch."""
 
 import asyncio
+import copy
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -192,6 +193,16 @@ async def test_bfloat16(tiny_model: Callable[[str], Path], tmp_path: Path) -> No
     engine = TransformersEngine(bundle, Device())
     trainer = LocalTrainer(bundle, TrainConfig(), dumps=tmp_path)
     assert await check_agreement(engine, trainer, engine.device, PROMPTS, dtypes=["bfloat16"]) < 0.2
+
+
+async def test_an_engine_in_float16(bundle: ModelBundle, tmp_path: Path) -> None:
+    """As a vLLM server of another owner may be."""
+    engine = TransformersEngine(replace(bundle, model=copy.deepcopy(bundle.model).half()), Device())
+    trainer = LocalTrainer(bundle, TrainConfig(), dumps=tmp_path)
+    kinds = ["float32", "float16"]
+    assert 0 < await check_agreement(engine, trainer, engine.device, PROMPTS, dtypes=kinds) < 0.05
+    with pytest.raises(AgreementError, match="float32, allowed"):
+        await check_agreement(engine, trainer, engine.device, PROMPTS, dtypes=["float32"])
 
 
 async def test_the_device_runs_one_job_at_a_time_and_the_next_waits_for_a_late_one() -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tokenizers import AddedToken
 
 from node import models
 from node.config_train import TrainConfig
@@ -25,6 +26,7 @@ from node.models import (
     encode_completion,
     load_model,
     render_prompt,
+    spells,
 )
 from node.training.local import LocalTrainer
 
@@ -84,6 +86,26 @@ def test_special_tokens_in_foreign_text_are_only_text(directory: Path) -> None:
 def test_text_survives_the_way_there_and_back(directory: Path, text: str) -> None:
     bundle = load(directory)
     assert decode(bundle, encode_completion(bundle, text, "stop")) == text
+
+
+def test_token_ids_spell_a_text_only_where_nothing_is_hidden_between(directory: Path) -> None:
+    bundle = load(directory)
+    end, (start,) = bundle.end_of_turn, bundle.tokenizer.convert_tokens_to_ids(["<|im_start|>"])
+    four, two = (bundle.tokenizer.convert_tokens_to_ids(digit) for digit in "42")
+    assert spells(bundle, (four, two, end), "42", "stop")
+    assert spells(bundle, (four, two), "42", "length")
+    assert spells(bundle, (), "", "length")
+    bundle.tokenizer.add_tokens([AddedToken("7", special=True)])  # special, and none of `all_special_ids`
+    unnamed, unknown = bundle.tokenizer.convert_tokens_to_ids("7"), len(bundle.tokenizer)
+    assert unnamed not in bundle.tokenizer.all_special_ids
+    bundle.model.config.vocab_size = unknown + 1  # tables are often longer than the vocabulary
+    for hidden in (start, end, unnamed, unknown):
+        assert decode(bundle, (hidden, four, two, end)) == "42"
+        assert not spells(bundle, (hidden, four, two, end), "42", "stop")
+        assert not spells(bundle, (four, two, hidden), "42", "length")
+    assert not spells(bundle, (four, two), "42", "stop"), "it did not stop"
+    assert not spells(bundle, (four, two, start), "42", "stop")
+    assert not spells(bundle, (four, two, unknown + 1, end), "42", "stop")
 
 
 def test_the_fingerprint_is_of_the_vocabulary_not_of_the_template(

@@ -2,7 +2,10 @@
 
 import asyncio
 import json
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from typing import Any
 
 import pytest
 
@@ -39,8 +42,8 @@ class Node:
         self.asked += requests
         return requests
 
-    def begin(self, count: int) -> None:
-        new = self.rounds.missing(count)
+    def begin(self, count: int, *, ahead: bool = False) -> None:
+        new = self.rounds.missing(count, ahead=ahead)
         self.rounds.begin([Begun(TaskRef("t", "1", 0, self.next + i), 0, self.next + i) for i in range(new)])
         self.next += new
 
@@ -53,7 +56,7 @@ class Node:
             assert one.prompt_ids == (1, 2, 3)
             assert self.scheduler.version - (one.oldest or 0) <= self.rounds.plan.staleness
         if self.rounds.plan.policy == "asynchronous":
-            self.begin(count)
+            self.begin(count, ahead=True)
             await self.rounds.ahead()
         await asyncio.sleep(train_seconds)
         await self.scheduler.update_weights(self.scheduler.version + 1)
@@ -148,6 +151,23 @@ def test_tail_batching_is_on_policy_and_gives_the_long_ones_a_step_of_their_own(
     run_virtual(run())
 
 
+def test_a_further_round_of_dynamic_sampling_is_no_step_of_the_long_ones() -> None:
+    async def run() -> None:
+        node = Node(Plan("tail", over_provision=1.5))
+        for _ in range(2):
+            node.begin(4)
+            await node.rounds.take(4)
+            assert any(one.long for one in node.rounds.begun)
+            began = now()
+            node.begin(1)
+            (one,) = await node.rounds.take(1)
+            assert one.ref.index % 3 != 0
+            assert now() - began < 60  # not the 200 of the long ones
+            await node.scheduler.update_weights(node.scheduler.version + 1)
+
+    run_virtual(run())
+
+
 def test_asynchronous_steps_train_while_the_next_ones_are_sampled() -> None:
     async def run() -> None:
         seconds = {}
@@ -160,6 +180,41 @@ def test_asynchronous_steps_train_while_the_next_ones_are_sampled() -> None:
             await node.rounds.close()
         assert seconds["synchronous"] == pytest.approx(6 * 300, rel=0.01)
         assert seconds["asynchronous"] < 0.5 * seconds["synchronous"]
+
+    run_virtual(run())
+
+
+def test_asynchronous_steps_send_ahead_no_more_than_they_can_take() -> None:
+    async def run() -> None:
+        for staleness in (1, 2):
+            node = Node(Plan("asynchronous", over_provision=1.5, max_staleness=staleness))
+            done = [index for _ in range(8) for index in await node.step(4, train_seconds=100.0)]
+            assert node.rounds.given_up == 0
+            await node.rounds.close()
+            trained = sum(sum(node.lengths[f"t/{i}"]) for i in done)
+            assert node.engine.meters.tokens <= trained + sum(sum(LONG) for _ in node.rounds.begun)
+
+    run_virtual(run())
+
+
+def test_a_flight_that_ends_leaves_what_has_gone_off_with_another_one() -> None:
+    async def run() -> None:
+        node = Node(Plan("asynchronous", over_provision=2.0, max_staleness=1))
+        flying: Counter[int] = Counter()
+        sampled = node.rounds._sampled
+
+        async def counted(tasks: Any, *others: Any) -> AsyncGenerator[Begun, None]:
+            flying.update(one.place for one in tasks)
+            assert max(flying.values()) == 1
+            async with aclosing(sampled(tasks, *others)) as groups:
+                async for one in groups:
+                    flying[one.place] -= 1
+                    yield one
+
+        node.rounds._sampled = counted  # type: ignore[method-assign]
+        for count in (4, 4, 1, 1, 1, 4, 4):
+            await node.step(count, train_seconds=5.0)
+        await node.rounds.close()
 
     run_virtual(run())
 

@@ -195,6 +195,17 @@ def test_public_values_hide_the_invite(home: Home) -> None:
     assert "shoal:secret" not in str(values)
 
 
+def test_json_in_an_argument_of_the_engine_stays_whole(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
+    guess = '--speculative-config={"method":"ngram","num_speculative_tokens":4,"more":[1,{"a":2}]}'
+    wanted = ("--dtype=half", guess, "--seed", "3")
+    text = f"--dtype=half, {guess},--seed,3,"
+    assert load(home, {"engine.args": text}).config.engine.args == wanted
+    assert set_value(home, "engine.args", text) == wanted
+    assert load(home, {}).config.engine.args == wanted
+    monkeypatch.setenv("SHOAL_ENGINE_ARGS", guess)
+    assert load(home, {}).config.engine.args == (guess,)
+
+
 def test_public_values_hide_what_engines_are_asked_with(home: Home) -> None:
     values = public_values(
         load(

@@ -20,7 +20,7 @@ from node.models import load_model
 from node.training.critic import Critic
 from node.training.forward import States
 from node.training.local import LocalTrainer
-from node.training.objective import Forward
+from node.training.objective import Forward, StepObjective
 
 GOLDEN = json.loads((Path(__file__).parent / "algorithms" / "golden.json").read_text())["losses"]
 Make = Callable[..., LocalTrainer]
@@ -422,3 +422,22 @@ def test_off_policy_masking_and_tapering_weigh_bad_answers_down(make: Make) -> N
     assert tapered.update(given).ess == pytest.approx(1)  # foreign text has no mu: its ratio starts at 1
     foreign = msgspec.structs.replace(given.groups[0], origin="foreign")
     assert tapered.update(Batch(2, (foreign,))).ess < 0.9
+
+
+@pytest.mark.parametrize("known", [False, True], ids=["self", "behaviour"])
+@pytest.mark.parametrize("loss", ["dapo", "cispo", "reinforce", "gpg"])
+def test_tapering_weighs_a_bad_foreign_answer_by_its_ratio_once(loss: str, known: bool) -> None:
+    """By pi / mu in all, for a token whose likelihood has been halved since the step began and is a fifth of mu."""
+    config = TrainConfig(loss=loss, foreign_negatives="truncated", passes=2, advantage="dr_grpo", clip_low=0.9)
+    mu = -1.0 + math.log(2.5)
+    given = tuple(TrainSequence((5,), (True,), reward, (mu,) if known else None) for reward in (0.0, 1.0))
+    objective = StepObjective(config, (TrainGroup((1,), given, "foreign"),), torch.device("cpu"))
+    old = torch.tensor([-1.0, -1.0])
+    objective.remember(objective.members, Forward(old, torch.zeros(2), None))
+    members = objective.judge()
+    objective.begin(members)
+    logprobs = (old + torch.tensor([0.5, 1.0]).log()).requires_grad_()
+    objective.loss(members, Forward(logprobs, torch.zeros(2), None))[0].backward()
+    assert logprobs.grad is not None
+    share, advantage = 0.5, 0.5
+    assert float(logprobs.grad[0]) == pytest.approx(share * advantage * (0.2 if known else 0.5))

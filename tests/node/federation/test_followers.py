@@ -6,6 +6,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
@@ -28,6 +29,8 @@ from protocol.rollout import (
     Turn,
     pack_logprobs,
     pack_token_ids,
+    unpack_logprobs,
+    unpack_token_ids,
 )
 from swarm.experience import UnknownGroup
 from swarm.records import PoolEntry
@@ -206,13 +209,32 @@ async def test_cheats_are_found_out(lead: Lead, model: Any) -> None:
     good = sampled(lead, bundle, 4)
     shifted = world.add(sampled(lead, bundle, 4, shift=-0.3), "a")
     made_up = world.add(sampled(lead, bundle, 4, noise=1.5), "b")
-    bare = world.add(RolloutGroup(0, good.task, good.model, b"", 4, good.completions), "c")
     honest = world.add(good, "d")
     assert await world.choose() == 1
     assert {digest: rejected.reason for digest, rejected in world.withdrawn.items()} == dict.fromkeys(
-        (shifted, made_up, bare), Reason.logprob_mismatch
+        (shifted, made_up), Reason.logprob_mismatch
     )
     assert world.used[0][1] == [honest]
+
+
+async def test_a_claim_without_usable_log_probs_gains_nothing_and_costs_nothing(lead: Lead, model: Any) -> None:
+    """An honest follower's model may sample a special token between others, whose ids are not taken then."""
+    world, bundle = Pool(lead, lead.bundle), model()
+    group = sampled(lead, bundle, 4)
+    first, *others = group.completions
+    ids, logprobs = unpack_token_ids(first.token_ids), unpack_logprobs(first.logprobs)
+    strayed = msgspec.structs.replace(
+        first,
+        token_ids=pack_token_ids((bundle.tokenizer.bos_token_id, *ids)),
+        logprobs=pack_logprobs((-9.0, *logprobs)),
+        token_count=len(ids) + 1,
+    )
+    world.add(msgspec.structs.replace(group, completions=(strayed, *others)))
+    world.add(msgspec.structs.replace(group, tokenizer=b""))
+    rollouts = await world.foreign.choose()
+    assert [rollout.behaviour_known for rollout in rollouts] == [False, False]
+    assert {rollout.samples[0].token_ids for rollout in rollouts} == {ids}
+    assert world.withdrawn == {}
 
 
 async def test_other_groups_are_as_they_were(lead: Lead, model: Any) -> None:
@@ -244,8 +266,8 @@ def test_what_rounding_makes_is_tolerated(claimed: list[float]) -> None:
     compare([claimed], [[-1.0, -2.0]], "bfloat16")
 
 
-@pytest.mark.parametrize("claimed", [[-1.21, -2.0], [-1.0, -2.6], [-1.0, float("nan")], None])
-def test_what_rounding_does_not_make_is_not(claimed: list[float] | None) -> None:
+@pytest.mark.parametrize("claimed", [[-1.21, -2.0], [-1.0, -2.6], [-1.0, float("nan")]])
+def test_what_rounding_does_not_make_is_not(claimed: list[float]) -> None:
     with pytest.raises(Rejected) as found:
         compare([claimed], [[-1.0, -2.0]], "bfloat16")
     assert found.value.reason is Reason.logprob_mismatch

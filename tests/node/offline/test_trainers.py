@@ -85,6 +85,8 @@ def test_micro_batches_keep_to_the_budget() -> None:
     assert micro_batch(pairs, course("dpo"), 10) == 1
     assert micro_batch(pairs, course("dpo"), 10_000) == 4, "no more than a batch"
     assert micro_batch(pairs[:3], course("dpo", batch=8), 10_000) == 3, "nor than there are"
+    assert micro_batch(pairs, course("dpo", batch=8), 200) == 4, "5 would fit, and twice 5 are no batch of 8"
+    assert micro_batch(pairs, course("dpo", batch=7), 200) == 4
     labels = [Labelled((1,) * 10, (2,) * 10, True)] * 8
     assert micro_batch(labels, course("sft"), 45) == 2
     assert micro_batch(labels, course("kto"), 10) == 2, "the KL is estimated from pairs of examples"

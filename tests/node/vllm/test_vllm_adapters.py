@@ -14,6 +14,7 @@ from node.device import Device
 from node.engines.choose import make_engine, server_plan
 from node.engines.vllm import VllmEngine
 from node.engines.vllm_adapters import AdapterTransfer
+from node.engines.vllm_client import VllmClient
 from node.engines.vllm_probe import EngineSetupError, lora_slot
 from node.hardware import EngineChoice, Gpu, Machine
 from node.interfaces import PromptRequest, Sample, SampledGroup
@@ -81,6 +82,35 @@ async def test_a_request_in_flight_ends_with_what_it_began_with(made: Any, fake:
     assert sample == Sample(ids(40), (-1.0,) * 40, "length", 0)
     (sample,) = (await collect(made.engine, ask()))["a"].samples
     assert sample == Sample(ids(2), (-4.0, -4.0), "length", 1)
+
+
+async def test_requests_that_begin_and_end_around_a_load_are_labelled_by_what_sampled_them(
+    made: Any, fake: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is paused, so one may end while the server's new label is not confirmed yet, and another begin."""
+    fake.token_seconds = 0.005
+    labelled, answered = asyncio.Event(), asyncio.Event()
+    post = VllmClient.post
+
+    async def slow(client: VllmClient, path: str, *others: Any, **more: Any) -> None:
+        await post(client, path, *others, **more)
+        if path == "/update_weight_version":
+            labelled.set()
+            await answered.wait()
+
+    monkeypatch.setattr(VllmClient, "post", slow)
+    old = asyncio.ensure_future(collect(made.engine, ask(new=40)))
+    async with asyncio.timeout(5):
+        while fake.sent < 8:  # noqa: ASYNC110 - it watches a server
+            await asyncio.sleep(0.002)
+        update = asyncio.ensure_future(made.update(3, version=1))
+        await labelled.wait()
+        assert fake.sent < 40
+        new = await collect(made.engine, ask("b"))
+        assert (await old)["a"].samples == (Sample(ids(40), (-1.0,) * 40, "length", 0),)
+        assert new["b"].samples == (Sample(ids(2), (-4.0, -4.0), "length", 1),)
+        answered.set()
+        await update
 
 
 async def test_a_server_restarted_in_between_gets_them_again(made: Any, fake: Any) -> None:

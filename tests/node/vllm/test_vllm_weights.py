@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from click.testing import CliRunner
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from node.cli.app import shoal
@@ -50,15 +51,39 @@ def test_a_changed_file_is_noticed(tmp_path: Path) -> None:
         kept.verify(published)
 
 
-def test_a_full_disk_leaves_nothing_half(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(28, "No space left on device"),
+        SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)"),
+        Exception("No space left on device (os error 28)"),  # what tokenizers raises
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_a_full_disk_leaves_nothing_half(tmp_path: Path, error: Exception) -> None:
     def full(directory: Path) -> None:
         (directory / "config.json").write_text("{}")
-        raise OSError(28, "No space left on device")
+        raise error
 
     kept = WeightFiles(tmp_path, full)
     with pytest.raises(WeightFilesError, match=r"version 4 cannot be written .*No space left.*engine\.weights_dir"):
         kept.publish(4)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_mistake_in_writing_is_not_called_a_full_disk(tmp_path: Path) -> None:
+    kept = WeightFiles(tmp_path, lambda directory: {}["lm_head"])
+    with pytest.raises(KeyError):
+        kept.publish(4)
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_is_unfinished_takes_no_place_of_what_is_whole(tmp_path: Path) -> None:
+    kept = files(tmp_path)
+    first = kept.publish(1)
+    (tmp_path / ".v2-deadbeef").mkdir()
+    second = kept.publish(3)
+    assert {*tmp_path.iterdir()} == {first.directory, second.directory}
 
 
 def test_the_output_layer_is_written_apart_where_a_server_needs_it(bundle: ModelBundle, tmp_path: Path) -> None:
