@@ -292,8 +292,7 @@ class CheckpointStore:
             raise
         except Exception as error:
             shutil.rmtree(aside, ignore_errors=True)
-            # the tokenizers library has no type for a failed write: a plain Exception ending in (os error 28)
-            if not isinstance(error, OSError | SafetensorError) and "(os error " not in str(error):
+            if not failed_write(error):
                 raise
             raise CheckpointError(
                 f"{target} could not be written ({error}); free some disk: every step is journalled meanwhile"
@@ -314,6 +313,12 @@ class CheckpointStore:
 
     def _journals(self) -> list[int]:
         return _numbers(self.directory, r"journal-(\d+)\.bin")
+
+
+def failed_write(error: Exception) -> bool:
+    """Whether it is what a full or failing disk has a model's files end in."""
+    # the tokenizers library has no type for a failed write: a plain Exception ending in (os error 28)
+    return isinstance(error, OSError | SafetensorError) or "(os error " in str(error)
 
 
 def damage(checkpoint: Path) -> str | None:

@@ -165,9 +165,7 @@ def _ranks(config: "TrainConfig", device: "torch.device", dtype: "torch.dtype", 
 
 def _answer(command: Command, trainer: "LocalTrainer", shards: "Shards | Megatron") -> Done | Failed:
     """Do it; what all workers fail at alike, or without waiting for each other, is told and no more."""
-    from safetensors import SafetensorError
-
-    from node.checkpoint import CheckpointError
+    from node.checkpoint import CheckpointError, failed_write
     from node.interfaces import StepSkipped
 
     try:
@@ -177,9 +175,7 @@ def _answer(command: Command, trainer: "LocalTrainer", shards: "Shards | Megatro
     except CheckpointError as error:
         return Failed("checkpoint", str(error))
     except Exception as error:
-        # the tokenizers library has no type for a failed write: a plain Exception ending in (os error 28)
-        writes = isinstance(command, Save | Export | HandOver)
-        if writes and (isinstance(error, OSError | SafetensorError) or "(os error " in str(error)):
+        if isinstance(command, Save | Export | HandOver) and failed_write(error):
             return Failed("disk", str(error))
         raise
 
