@@ -43,6 +43,9 @@ from node.training.workers import Workers, WorkersLost
 
 log = logging.getLogger(__name__)
 
+PASSED = "checkpoint-"
+"""Beginning of the names of directories in which checkpoints come by."""
+
 
 class ShardedTrainer:
     """The `Trainer` of `train.shards` > 1. Every method runs on the model thread, but `close`."""
@@ -72,6 +75,9 @@ class ShardedTrainer:
     def start(self) -> None:
         """Have workers with the model as its files have it. Raises ModelError, TrainerLost."""
         self.step = 0
+        if self._passing is not None:
+            for left in self._passing.glob(f"{PASSED}*"):  # by a node that was killed: nobody else writes here
+                shutil.rmtree(left, ignore_errors=True)
         try:
             self.workers.start(self._within_memory(self.config), self._seconds())
         except WorkersLost as lost:
@@ -134,7 +140,7 @@ class ShardedTrainer:
     def _passed(self, passing: Path) -> Iterator[Path]:
         """An empty directory that workers see, removed at the end."""
         passing.mkdir(parents=True, exist_ok=True)
-        seen = Path(tempfile.mkdtemp(prefix="checkpoint-", dir=passing))
+        seen = Path(tempfile.mkdtemp(prefix=PASSED, dir=passing))
         try:
             yield seen
         finally:

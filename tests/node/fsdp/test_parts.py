@@ -189,6 +189,17 @@ def test_memory_that_ran_out_has_workers_started_with_less(tiny_model: Callable[
     assert asked == [("auto", 160), ("on", 160), ("on", 80), ("on", 64), ("on", 64)]
 
 
+def test_a_start_removes_the_copies_of_checkpoints_that_a_killed_node_left(tmp_path: Path) -> None:
+    seen = tmp_path / "shared" / "checkpoints"
+    (seen / "checkpoint-k1ll3d").mkdir(parents=True)
+    (seen / "checkpoint-k1ll3d" / "model.safetensors").write_bytes(b"x")
+    workers: Any = FakeWorkers()
+    bundle: Any = None
+    trainer = ShardedTrainer(bundle, TrainConfig(), workers, handover=tmp_path / "h", seconds=lambda: 1.0, passing=seen)
+    trainer.start()
+    assert not list(seen.iterdir())
+
+
 def test_settings_that_no_restart_mends_end_the_node(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
     bundle = load_model(str(tiny_model("llama")), device="cpu", dtype="float32", models=tmp_path)
     workers: Any = FakeWorkers(WorkersLost("train.routing_replay is on", "model"))
