@@ -13,7 +13,7 @@ import torch
 
 from node.config import Config, LimitsConfig
 from node.device import Device
-from node.engines.choose import export_weights, server_plan, unties
+from node.engines.choose import as_sampled, export_weights, server_plan, unties
 from node.engines.vllm import VllmEngine
 from node.engines.vllm_client import LINE_BYTES, VllmClient
 from node.engines.vllm_transfer import FileTransfer
@@ -149,6 +149,7 @@ class LargeNode:
         self, config: Config, bundle: ModelBundle, device: Device, say: Callable[[str], None]
     ) -> list[VllmEngine]:
         """One for each bundle, not started yet; all get the same files of weights."""
+        bundle = as_sampled(bundle, config)
         placement, hosts = self.planned.placement, {host.node: host for host in self.planned.hosts}
         machine = self._machine(hosts[placement.engines[0].node])
         export = functools.partial(export_weights, bundle, untied=unties(bundle, machine))
