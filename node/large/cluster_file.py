@@ -185,6 +185,8 @@ def check_settings(config: Config) -> None:
     engine, teacher = config.engine, config.train.distill_teacher
     for key, wrong, why, fix in (
         ("engine.url", engine.url, "names a server, and Ray places engines itself", "nothing"),
+        ("engine.gpus", engine.gpus, "names GPUs of one machine, and Ray gives engines theirs", "nothing"),
+        ("engine.weights_dir", engine.weights_dir, "is not where engines look, which `shared` says", "nothing"),
         ("engine.transfer", engine.transfer != "files", "is not files, and engines get files", "files"),
         ("train.lora_rank", config.train.lora_rank, "trains adapters, which fit one device", "0"),
         ("train.optimizer", config.train.optimizer != "adamw", "keeps moments of 8 bits", "adamw"),

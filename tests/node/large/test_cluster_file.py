@@ -114,6 +114,8 @@ def test_a_flag_against_it(tmp_path: Path) -> None:
     ("settings", "said"),
     [
         ({"engine": {"url": "http://10.0.0.5:8000"}}, "engine.url names a server, .* set engine.url to nothing"),
+        ({"engine": {"gpus": "1,2"}}, "engine.gpus names GPUs of one machine, .* set engine.gpus to nothing"),
+        ({"engine": {"weights_dir": "/mnt/weights"}}, "engine.weights_dir is not where engines look, which `shared`"),
         ({"engine": {"transfer": "nccl"}}, "engine.transfer is not files"),
         ({"train": {"lora_rank": 8}}, "train.lora_rank trains adapters"),
         ({"train": {"optimizer": "adamw8bit"}}, "train.optimizer keeps moments"),
