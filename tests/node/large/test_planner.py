@@ -230,6 +230,10 @@ def test_needs_are_the_sums_of_one_worker_and_one_engine() -> None:
     assert abs(eight.trainer.bytes - (7_000_000_000 * 2 + gathered)) < 1e6
     assert "1/4 of 32-bit weights 6.5 + 1/4 of optimizer 13.0" in four.trainer.said
     assert abs(four.engine.bytes - (7_000_000_000 + 131072 * 512) / 0.9) < 1e6
+    # one is a worker as well: the node's own weights, and what checks followers by them, are in main memory
+    one = needs_of(Config.model_validate({"federation": {"publish": True}}), shape, torch.bfloat16, cluster(1, 2, 2))
+    assert abs(one.trainer.bytes - (7_000_000_000 * 16 + gathered)) < 1e6
+    assert one.trainer.said.startswith("32-bit weights 26.1 + optimizer 52.2 + gradients 26.1")
     # an engine that sleeps while the trainer works, and takes less than an update does
     assert (four.kept, four.shared.bytes) == (7_000_000_000 * 3, four.trainer.bytes)
     assert four.shared.said.endswith("+ activations 0.2) and (vLLM's weights 6.5 + keys and values 0.1)")
