@@ -12,12 +12,24 @@ from node.config import Config
 from node.device import Device
 from node.engines.vllm_client import Address
 from node.engines.vllm_server import ServerPlan
+from node.home import Home
 from node.large import node as large_node
-from node.large.cluster_file import Cluster
-from node.large.node import LargeNode, Planned
+from node.large.cluster_file import Cluster, ClusterFileError
+from node.large.node import LargeNode, Planned, plan_large
 from node.large.planner import Need, Needs, Placement
 from node.large.room import Bundle, Host
 from node.models import load_model
+
+
+async def test_a_shared_directory_that_cannot_be_made_is_named(tmp_path: Path, tiny_model: Callable[..., Path]) -> None:
+    home = Home(tmp_path / "home")
+    home.init()
+    (tmp_path / "file").write_text("")
+    parts = {"trainer": {"workers": 1}, "engines": {"number": 1}}
+    ray: Any = SimpleNamespace(cluster=Cluster.model_validate({"shared": str(tmp_path / "file"), **parts}))
+    config = Config.model_validate({"model": {"path": str(tiny_model("llama"))}})
+    with pytest.raises(ClusterFileError, match=r"shared = '.*/file': .* cannot be made \(Not a directory\) ; make it"):
+        await plan_large(ray, config, home)
 
 
 @pytest.mark.parametrize("replay", ["auto", "off"])
