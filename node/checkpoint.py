@@ -199,7 +199,7 @@ class CheckpointStore:
                 journal.cut(path, self._whole)
             self._whole = 0 if fresh else path.stat().st_size
             journal.append(path, record)
-            if fresh:
+            if self._whole == 0:  # also where this failed at the first try
                 sync(self.directory)
             self._whole = None
         except OSError as error:
@@ -210,8 +210,8 @@ class CheckpointStore:
     def save(self, step: int, write: Callable[[Path], None], state: Mapping[str, Any]) -> Path:
         """Write a full checkpoint of `step` with `write(directory)`; a new journal begins. Raises CheckpointError.
 
-        Whatever fails leaves the checkpoints and the journal as they were. A step that is there already, or that is
-        the initial model's (0), is not written again.
+        Whatever fails before it has its name leaves the checkpoints and the journal as they were; afterwards it counts:
+        `base` is its step. A step that is there already, or that is the initial model's (0), is not written again.
         """
         target = self._path(step)
         if step == 0 or target.is_dir():
@@ -221,8 +221,11 @@ class CheckpointStore:
             write(aside)
             (aside / STATE).write_text(json.dumps(state))
 
-        self._write(target, fill)
-        self._base, self._whole = step, None
+        try:
+            self._write(target, fill)
+        finally:
+            if target.is_dir():  # a start would take it, and none of the journal before it, whatever failed after that
+                self._base, self._whole = step, None
         self._prune()
         return target
 
@@ -263,7 +266,7 @@ class CheckpointStore:
         self._write(self.directory / "best", fill)
 
     def _write(self, target: Path, fill: Callable[[Path], None]) -> None:
-        aside = self.directory / f"{ASIDE}{target.name}"
+        aside, problem = self.directory / f"{ASIDE}{target.name}", "could not be written"
         try:
             free = shutil.disk_usage(self.directory).free
             need = self._size or max((entry.size for entry in self.entries() if entry.name != "best"), default=0)
@@ -287,6 +290,7 @@ class CheckpointStore:
                 shutil.rmtree(old)
             else:
                 aside.replace(target)
+            problem = "is there, but may be gone after a loss of power"
             sync(self.directory)
         except CheckpointError:
             raise
@@ -295,7 +299,7 @@ class CheckpointStore:
             if not failed_write(error):
                 raise
             raise CheckpointError(
-                f"{target} could not be written ({error}); free some disk: every step is journalled meanwhile"
+                f"{target} {problem} ({error}); free some disk: every step is journalled meanwhile"
             ) from error
         if target.name != "best":
             self._size = sum(size for size, _ in listing.values())
@@ -313,6 +317,12 @@ class CheckpointStore:
 
     def _journals(self) -> list[int]:
         return _numbers(self.directory, r"journal-(\d+)\.bin")
+
+
+def failed_write(error: Exception) -> bool:
+    """Whether it is what a full or failing disk has a model's files end in."""
+    # the tokenizers library has no type for a failed write: a plain Exception ending in (os error 28)
+    return isinstance(error, OSError | SafetensorError) or "(os error " in str(error)
 
 
 def damage(checkpoint: Path) -> str | None:
@@ -342,14 +352,6 @@ def _checksum(file: Path) -> int:
         while chunk := content.read(CHUNK):
             value = zlib.crc32(chunk, value)
     return value
-
-
-def failed_write(error: Exception) -> bool:
-    """Whether a model's files could not be written: a full disk, most of the time.
-
-    The tokenizers library has no type for it: a plain Exception ending in (os error 28).
-    """
-    return isinstance(error, OSError | SafetensorError) or "(os error " in str(error)
 
 
 def sync(path: Path) -> None:

@@ -259,7 +259,7 @@ class Daemon:
             services.create_task(self._told(following.run(self.loop.unpaused, self.holding.no_room)), name="policy")
         if teaching is not None:
             services.create_task(self._told(teaching.run()), name="teaching")
-        await start_engines(self, engines, parts)
+        await start_engines(self, engines, parts, self.loop)
         await self.loop.run(steps)
         await self.loop.checkpoint()
         if stay:

@@ -12,7 +12,7 @@ rollouts of the step in progress.
 import asyncio
 import logging
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -124,7 +124,7 @@ class Loop:
         """Train until `steps` updates are done in all (None: for ever). Raises what is nobody's to catch here."""
         p = self.parts
         await self._while_held()
-        await self._take_up_settings()
+        await self.outlast(self._take_up_settings)
         if p.history.held_out_start() is None:
             p.progress.say("STARTING", "taking the first held-out score")
             await self.evaluations.take()
@@ -151,6 +151,15 @@ class Loop:
                     p.progress.say("WAITING", f"{self._skips} steps in a row skipped: {skipped}", skipped.advice)
                     p.progress.enter("rest")  # what fails at once must not fail all the time
                     await asyncio.sleep(pause_after(self._skips - SKIPS_BEFORE_ALARM + 1, 1.0, LONGEST_REST))
+
+    async def outlast(self, ask: Callable[[], Awaitable[None]]) -> None:
+        """Ask the trainer something outside a step, again where it is lost meanwhile."""
+        while True:
+            try:
+                return await ask()
+            except TrainerLost as lost:
+                await self._have_again(lost)
+                await self.recover()
 
     async def _have_again(self, lost: TrainerLost) -> None:
         """Start a lost trainer anew, after a pause that grows while no step is done. Raises what is for good."""

@@ -13,6 +13,7 @@ from node.engines.choose import make_engines
 from node.engines.transformers import TransformersEngine
 from node.engines.vllm import VllmEngine
 from node.home import models_dir
+from node.loop import Loop
 from node.memory import share_gpu
 from node.models import ModelBundle, ModelError, device_of, load_model
 from node.parts import Parts, model_mark
@@ -33,15 +34,18 @@ if TYPE_CHECKING:
     from node.daemon import Daemon
 
 
-async def start_engines(node: "Daemon", engines: Sequence[TransformersEngine | VllmEngine], parts: Parts) -> None:
+async def start_engines(
+    node: "Daemon", engines: Sequence[TransformersEngine | VllmEngine], parts: Parts, loop: Loop
+) -> None:
     """Have them serve these weights, all at once, and see that each computes what the trainer does."""
     served = [engine for engine in engines if isinstance(engine, VllmEngine)]
     if served:
         async with node.progress.during("engine"):
             await asyncio.gather(*(engine.start() for engine in served))
-    node.progress.say("STARTING", "checking that engine and trainer give the same log-probabilities")
     prompts_of_each = await _check_prompts(parts)
-    for engine in engines:
+
+    async def check(engine: TransformersEngine | VllmEngine) -> None:
+        node.progress.say("STARTING", "checking that engine and trainer give the same log-probabilities")
         facts = engine.facts if isinstance(engine, VllmEngine) else None
         async with node.progress.during("agreement check"):
             await check_agreement(
@@ -52,6 +56,9 @@ async def start_engines(node: "Daemon", engines: Sequence[TransformersEngine | V
                 dtypes=[str(parts.bundle.model.dtype).removeprefix("torch."), *(facts.computes_in if facts else ())],
                 routing=parts.bundle.routing,
             )
+
+    for engine in engines:
+        await loop.outlast(functools.partial(check, engine))
 
 
 def _load(node: "Daemon") -> tuple[Setup | None, ModelBundle]:

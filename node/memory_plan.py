@@ -78,7 +78,7 @@ def plan_memory(
     With shards that is the first GPU, which has the node's own model besides a worker; on a CPU it is all of them.
     """
     if config.train.shards > 1:
-        return _plan_shards(config, shape, machine, choice, dtype, teacher)
+        return plan_shards(config, shape, machine, choice, dtype, teacher)
     own, width, train = shape.parameters, dtype.itemsize, config.train
     trained = shape.adapters(train) if train.lora_rank else own
     always = [("weights", own * width)]
@@ -105,20 +105,20 @@ def plan_memory(
     return _plan(config, machine, choice, always, update, _for_rollouts(config, shape, choice, width))
 
 
-def _plan_shards(
+def plan_shards(
     config: Config,
     shape: ModelShape,
     machine: Machine,
     choice: EngineChoice,
     dtype: torch.dtype,
-    teacher: ModelShape | None,
+    teacher: ModelShape | None = None,
 ) -> MemoryPlan:
     """Of `train.shards` processes (node/training/fsdp.py): rows of masters, moments and gradients each.
 
     Megatron's (node/training/megatron.py) hold copies in the compute type besides, and gather nothing.
     """
     own, width, shards, train = shape.parameters, dtype.itemsize, config.train.shards, config.train
-    here, said = (1, f"1/{shards} of ") if machine.gpus else (shards, "")
+    here, said = (1, f"1/{shards} of " if shards > 1 else "") if machine.gpus else (shards, "")
     rows, copies = -(-own // shards) * here, 0
     if train.backend == "megatron":
         rows = copies = shape.divided(train)

@@ -8,12 +8,11 @@ from collections.abc import Mapping, Sequence
 
 from node.home import Home
 from protocol.invite import Invite, InviteError
+from swarm.child import SECRETS
 
 HIDDEN = "(hidden)"
 SHORTEST = 4
 """Characters of a value that is looked for: one that is shorter would blacken every second word."""
-NAMES = re.compile(r"TOKEN|SECRET|PASS|KEY|CREDENTIAL", re.IGNORECASE)
-"""Environment variables whose values are taken for secrets, whoever reads them."""
 NAMED = r"\w{0,40}(?:token|secret|pass(?:word|wd|phrase)|_pass|api[_-]?key|[_-]key|credentials?)"
 """What is called so is taken for a secret where a text gives it a value."""
 # bounded repetitions: a log may hold megabytes of one letter
@@ -35,7 +34,7 @@ FORMS: Sequence[tuple[re.Pattern[str], str]] = (
 
 def values(home: Home, environment: Mapping[str, str] = os.environ) -> list[str]:
     """Every secret of a home and of this process in the forms in which a text may have it, longest first."""
-    found = {value for name, value in environment.items() if NAMES.search(name)}
+    found = {value for name, value in environment.items() if SECRETS.search(name)}
     found.add(home.passphrase or "")
     found.update(invite_forms(environment.get("SHOAL_JOIN", "")))
     for path in (home.token_path, home.invite_path, home.identity_path):

@@ -11,7 +11,7 @@ import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, get_args
+from typing import Any, Literal, get_args, get_origin
 
 import tomlkit
 from pydantic import ValidationError
@@ -308,9 +308,8 @@ def explain(error: ValidationError, origins: Mapping[str, str], otherwise: str =
 
 def allowed(field: FieldInfo) -> str:
     """A field's type and limits in words."""
-    choices = get_args(field.annotation)
-    if choices and all(isinstance(choice, str) for choice in choices):
-        return "one of " + ", ".join(choices)
+    if get_origin(field.annotation) is Literal:
+        return "one of " + ", ".join(map(str, get_args(field.annotation)))
     bounds = []
     for limit in field.metadata:
         for attribute, words in (("ge", "at least"), ("gt", "over"), ("le", "at most"), ("lt", "below")):

@@ -11,6 +11,7 @@ import logging
 import os
 import shutil
 import signal
+import site
 import socket
 import sys
 import tempfile
@@ -36,7 +37,7 @@ from swarm.averaging_wire import (
     frame,
 )
 from swarm.backing_off import pause_after
-from swarm.child import inherited, open_log
+from swarm.child import open_log
 
 log = logging.getLogger(__name__)
 
@@ -48,6 +49,8 @@ SLACK_SECONDS = 10.0
 """Over the deadlines that the process itself keeps."""
 LONGEST_PAUSE = 300.0
 ROOT = Path(__file__).parents[1]
+PASSED_ON = ("PATH", "LANG", "LC_", "LD_LIBRARY_PATH", "TZ")
+"""Beginnings of the variables that the process gets of the node's: it reads what strangers send."""
 
 
 class NotAveraged(Exception):
@@ -149,7 +152,10 @@ class Averager:
 
     async def _launch(self, theirs: socket.socket, scratch: str) -> asyncio.subprocess.Process:
         path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-        needed = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "HIVEMIND_LOGLEVEL": "WARNING", "TMPDIR": scratch}
+        variables = {name: value for name, value in os.environ.items() if name.startswith(PASSED_ON)}
+        variables |= {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "HIVEMIND_LOGLEVEL": "WARNING"}
+        # packages of the user are below the home that it does not get
+        variables |= {"HOME": scratch, "TMPDIR": scratch, "PYTHONUSERBASE": site.getuserbase()}
         with open_log(self._log_path) as output:
             # -P: a `torch.py` in the directory where the node was started is not torch
             return await asyncio.create_subprocess_exec(
@@ -162,7 +168,7 @@ class Averager:
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
-                env={**inherited(os.environ), **needed},
+                env=variables,
                 start_new_session=True,
             )
 

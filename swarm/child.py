@@ -1,17 +1,21 @@
 """What the processes that a node starts have in common: what they may know of it, and a log that does not grow."""
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import IO
 
-HIDDEN = ("SHOAL_", "HF_TOKEN")
+HIDDEN = ("SHOAL_", "SSH_AUTH_SOCK")
 """Beginnings of variables that they have no business with: the passphrase of the identity is one."""
+# TOKENIZERS_PARALLELISM and vLLM's *_TOKENS_* are none
+SECRETS = re.compile(r"TOKEN(?!S_|IZERS_)|SECRET|PASS|KEY|CREDENTIAL", re.IGNORECASE)
+"""Variables whose values are taken for secrets, whoever reads them."""
 LOG_BYTES = 16 << 20
 
 
 def inherited(own: Mapping[str, str]) -> dict[str, str]:
     """The node's variables without secrets and settings."""
-    return {name: value for name, value in own.items() if not name.startswith(HIDDEN)}
+    return {name: value for name, value in own.items() if not (name.startswith(HIDDEN) or SECRETS.search(name))}
 
 
 def open_log(path: Path) -> IO[bytes]:

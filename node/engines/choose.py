@@ -43,9 +43,7 @@ def make_engine(
 
     Raises EngineSetupError.
     """
-    machine, choice = setup.machine, setup.choice
-    if config.train.routing_replay == "off":
-        bundle = dataclasses.replace(bundle, routing=None)
+    machine, choice, bundle = setup.machine, setup.choice, as_sampled(bundle, config)
     if choice.name == "transformers":
         return TransformersEngine(bundle, device, drafting=config.rollout.drafting == "auto")
     engine, sleep = config.engine, sleeps(config, choice, machine)
@@ -77,6 +75,11 @@ def make_engine(
     made = VllmEngine(client, bundle, device, transfer, engine, server=server, sleep=sleep, say=say, alone=alone)
     device.make_room = made.rest
     return made
+
+
+def as_sampled(bundle: ModelBundle, config: Config) -> ModelBundle:
+    """The model as an engine has it: without routers to note the choices of where nobody repeats them."""
+    return bundle if config.train.routing_replay != "off" else dataclasses.replace(bundle, routing=None)
 
 
 def make_transfer(

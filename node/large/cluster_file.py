@@ -32,6 +32,8 @@ def reachable(text: str) -> str:
 def absolute(text: str) -> str:
     if text and not Path(text).is_absolute():
         raise ValueError(f"{text!r} is no absolute path, and so not the same on every machine")
+    if "\0" in text:
+        raise ValueError(f"{text!r} holds a NUL, which no path can")
     return text
 
 
@@ -118,6 +120,10 @@ def read_cluster(path: Path) -> Cluster:
         raise ClusterFileError(f"{path} is not valid TOML: {error} ; correct that line") from error
     except UnicodeDecodeError as error:
         raise ClusterFileError(f"{path} is not UTF-8 text: {error} ; save it as UTF-8") from error
+    except ValueError as error:  # the parser's type is another one
+        raise ClusterFileError(f"{path} has a number of thousands of digits ; see docs/operations.md, Ray") from error
+    except RecursionError as error:
+        raise ClusterFileError(f"{path} has lists in lists without end ; see docs/operations.md, Ray") from error
     try:
         return Cluster.model_validate(content)
     except ValidationError as error:
@@ -133,16 +139,24 @@ def _explain(error: ValidationError) -> str:
         near = difflib.get_close_matches(key, _keys(Cluster), 1, 0.5)
         hint = f"did you mean {near[0]}?" if near else f"keys are {', '.join(_keys(Cluster))}"
         return f"unknown key {key[:100]}{others} ; {hint}"
-    field = _field(key)
+    field, value = _field(key), _shown(first["input"])
+    if first["type"] == "model_type":
+        return f"{key} = {value} is no section{others} ; write [{key}], and its keys in the lines below it"
     if first["type"] == "missing":
         wanted = f"set it to {allowed(field)}: {field.description}" if field else "add that section"
         return f"{key} is missing{others} ; {wanted}"
     if field is not None:
         said = first["msg"].removeprefix("Value error, ").lower()
-        value = repr(first["input"])[:100]
         return f"{key} = {value}: {said}{others} ; set it to {allowed(field)}: {field.description}"
     what, _, fix = first["msg"].removeprefix("Value error, ").partition("; ")
     return f"{key}{': ' if key else ''}{what}{others} ; {fix or 'see docs/operations.md, Ray'}"
+
+
+def _shown(value: object) -> str:
+    try:
+        return repr(value)[:100]
+    except (ValueError, RecursionError):
+        return "something endless"  # a number in hexadecimal may have any number of digits
 
 
 def _keys(section: type[BaseModel], prefix: str = "") -> list[str]:
@@ -185,6 +199,8 @@ def check_settings(config: Config) -> None:
     engine, teacher = config.engine, config.train.distill_teacher
     for key, wrong, why, fix in (
         ("engine.url", engine.url, "names a server, and Ray places engines itself", "nothing"),
+        ("engine.gpus", engine.gpus, "names GPUs of one machine, and Ray gives engines theirs", "nothing"),
+        ("engine.weights_dir", engine.weights_dir, "is not where engines look, which `shared` says", "nothing"),
         ("engine.transfer", engine.transfer != "files", "is not files, and engines get files", "files"),
         ("train.lora_rank", config.train.lora_rank, "trains adapters, which fit one device", "0"),
         ("train.optimizer", config.train.optimizer != "adamw", "keeps moments of 8 bits", "adamw"),

@@ -13,14 +13,14 @@ import torch
 
 from node.config import Config, LimitsConfig
 from node.device import Device
-from node.engines.choose import export_weights, server_plan, unties
+from node.engines.choose import as_sampled, export_weights, server_plan, unties
 from node.engines.vllm import VllmEngine
 from node.engines.vllm_client import LINE_BYTES, VllmClient
 from node.engines.vllm_transfer import FileTransfer
 from node.engines.vllm_weights import WeightFiles
 from node.hardware import EngineChoice, Gpu, Machine
 from node.home import Home, models_dir
-from node.large.cluster_file import Cluster, check_settings
+from node.large.cluster_file import Cluster, ClusterFileError, check_settings
 from node.large.engine_actors import RayServer, without_devices
 from node.large.planner import Needs, Placement, place
 from node.large.ray_cluster import RayCluster, RayFailed
@@ -64,7 +64,12 @@ async def plan_large(ray: RayCluster, config: Config, home: Home) -> Planned:
     shape = await asyncio.to_thread(model_shape, directory)
     # files of two nodes with one shared directory are kept apart by their peer ids
     shared = Path(cluster.shared) / home.identity().peer_id[-12:] if cluster.shared else home.path
-    await asyncio.to_thread(shared.mkdir, parents=True, exist_ok=True)
+    try:
+        await asyncio.to_thread(shared.mkdir, parents=True, exist_ok=True)
+    except OSError as error:
+        raise ClusterFileError(
+            f"shared = {cluster.shared!r}: {shared} cannot be made ({error.strerror}) ; make it, or name another one"
+        ) from error
     dtype = await asyncio.to_thread(_compute_type, config, cluster)
     await ray.connect()
     hosts, trouble = await ray.hosts(shared, directory.absolute())
@@ -149,6 +154,7 @@ class LargeNode:
         self, config: Config, bundle: ModelBundle, device: Device, say: Callable[[str], None]
     ) -> list[VllmEngine]:
         """One for each bundle, not started yet; all get the same files of weights."""
+        bundle = as_sampled(bundle, config)
         placement, hosts = self.planned.placement, {host.node: host for host in self.planned.hosts}
         machine = self._machine(hosts[placement.engines[0].node])
         export = functools.partial(export_weights, bundle, untied=unties(bundle, machine))

@@ -2,10 +2,12 @@
 
 A trainer worker takes one GPU, so that engines, which take several of one machine, are placed first: then the trainer
 fits wherever GPUs are left, if it fits at all. It is put on as few machines as possible, as its workers exchange every
-layer of every pass; the order is the other way round where that keeps it on one machine.
+layer of every pass; the order is the other way round where that keeps it on one machine. Where CPUs are so short that
+neither way has room for all, parts are placed one by one, by what machines have left, in several ways.
 """
 
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -92,6 +94,25 @@ class _Room:
         return fits and cpus <= self.cpus + 1e-9
 
 
+_Key = Callable[[_Room], tuple[float, float]]
+"""The part goes to the machine for which it is least, of those that hold it."""
+
+
+def _fewest_gpus(room: _Room) -> tuple[float, float]:
+    return room.gpus, -room.cpus
+
+
+def _fewest_cpus(room: _Room) -> tuple[float, float]:
+    return room.cpus, room.gpus
+
+
+def _most_cpus(room: _Room) -> tuple[float, float]:
+    return -room.cpus, room.gpus
+
+
+_KEYS: Sequence[_Key] = (_fewest_gpus, _fewest_cpus, _most_cpus)
+
+
 def place(hosts: Sequence[Host], cluster: Cluster, needs: Needs) -> Placement:
     """A machine for every part of `cluster`, or DoesNotFit."""
     hosts = sorted(hosts, key=lambda host: (-host.gpus, -host.cpus, host.name))
@@ -128,21 +149,34 @@ def _try(hosts: Sequence[Host], cluster: Cluster, needs: Needs, layout: Layout) 
     sharing = {"disjoint": range(1), "mixed": range(1, number), "colocated": range(number, number + 1)}[layout]
     why_not = "there is one engine only" if layout == "mixed" and number < 2 else ""
     for shared in sharing:
-        tried = [_try_order(hosts, cluster, needs, shared, engines_first) for engines_first in (False, True)]
+        tried = [_try_order(hosts, cluster, needs, shared, first, _fewest_gpus, None) for first in (False, True)]
         found = [one for one in tried if not isinstance(one, str)]
         if found:
             return min(found, key=lambda one: len({bundle.node for bundle in one[0]})), ""
         why_not = next(one for one in tried if isinstance(one, str))
+        for order in itertools.product((False, True), _KEYS, _KEYS):
+            one = _try_order(hosts, cluster, needs, shared, *order)
+            if not isinstance(one, str):
+                return one, ""
     return None, why_not
 
 
-def _try_order(hosts: Sequence[Host], cluster: Cluster, needs: Needs, shared: int, engines_first: bool) -> _Found | str:
+def _try_order(
+    hosts: Sequence[Host],
+    cluster: Cluster,
+    needs: Needs,
+    shared: int,
+    engines_first: bool,
+    engines_by: _Key,
+    trainer_by: _Key | None,
+) -> _Found | str:
+    """`trainer_by`: None keeps it together."""
     rooms = [_Room(host, host.cpus, host.gpus, host.memory) for host in hosts]
     own = range(shared, cluster.engines.number)
-    engines = _place_engines(rooms, cluster, needs.engine, own) if engines_first else []
-    trainer = _place_trainer(rooms, cluster, needs, bool(shared))
+    engines = _place_engines(rooms, cluster, needs.engine, own, engines_by) if engines_first else []
+    trainer = _place_trainer(rooms, cluster, needs.shared if shared else needs.trainer, trainer_by)
     if not engines_first:
-        engines = _place_engines(rooms, cluster, needs.engine, own)
+        engines = _place_engines(rooms, cluster, needs.engine, own, engines_by)
     for part in (trainer, engines):
         if isinstance(part, str):
             return part
@@ -156,16 +190,18 @@ def _try_order(hosts: Sequence[Host], cluster: Cluster, needs: Needs, shared: in
     return tuple(trainer), (*beside, *engines), tuple(rewards)
 
 
-def _place_trainer(rooms: Sequence[_Room], cluster: Cluster, needs: Needs, shared: bool) -> list[Bundle] | str:
-    """On the machine that holds all of it and is left with the least; else on the roomiest ones."""
-    wanted, need = cluster.trainer, needs.shared if shared else needs.trainer
-    holds = [(_held(room, wanted.cpus, wanted.gpus, need.bytes), room) for room in rooms]
-    enough = [(held, room) for held, room in holds if held >= wanted.workers]
-    order = [min(enough, key=_first)[1]] if enough else [room for _, room in sorted(holds, key=_first, reverse=True)]
+def _place_trainer(rooms: Sequence[_Room], cluster: Cluster, need: Need, key: _Key | None) -> list[Bundle] | str:
+    """Each worker by `key`; None: on as few machines as possible."""
+    wanted = cluster.trainer
     bundles: list[Bundle] = []
-    for room in order:
-        while len(bundles) < wanted.workers and room.take(wanted.cpus, wanted.gpus, need.bytes):
-            bundles.append(Bundle("trainer", len(bundles), room.host.name, room.host.node, wanted.cpus, wanted.gpus))
+    order = rooms if key is not None else _together(rooms, cluster, need)
+    while len(bundles) < wanted.workers:
+        fit = [room for room in order if room.holds(wanted.cpus, wanted.gpus, need.bytes)]
+        if not fit:
+            break
+        room = fit[0] if key is None else min(fit, key=key)
+        room.take(wanted.cpus, wanted.gpus, need.bytes)
+        bundles.append(Bundle("trainer", len(bundles), room.host.name, room.host.node, wanted.cpus, wanted.gpus))
     if len(bundles) < wanted.workers:
         return (
             f"there is room for {len(bundles)} of {wanted.workers} trainer workers, each with {_words(wanted.gpus)}"
@@ -174,8 +210,17 @@ def _place_trainer(rooms: Sequence[_Room], cluster: Cluster, needs: Needs, share
     return bundles
 
 
-def _place_engines(rooms: Sequence[_Room], cluster: Cluster, need: Need, numbers: range) -> list[Bundle] | str:
-    """Each on the machine that is left with the fewest GPUs."""
+def _together(rooms: Sequence[_Room], cluster: Cluster, need: Need) -> list[_Room]:
+    """The machine that holds all of the trainer and is left with the least; else all, the roomiest ones first."""
+    wanted = cluster.trainer
+    holds = [(_held(room, wanted.cpus, wanted.gpus, need.bytes), room) for room in rooms]
+    enough = [(held, room) for held, room in holds if held >= wanted.workers]
+    return [min(enough, key=_first)[1]] if enough else [room for _, room in sorted(holds, key=_first, reverse=True)]
+
+
+def _place_engines(
+    rooms: Sequence[_Room], cluster: Cluster, need: Need, numbers: range, key: _Key
+) -> list[Bundle] | str:
     wanted = cluster.engines
     memory = need.bytes
     bundles: list[Bundle] = []
@@ -186,7 +231,7 @@ def _place_engines(rooms: Sequence[_Room], cluster: Cluster, need: Need, numbers
                 f"there is room for {len(bundles)} of {len(numbers)} engines with {_words(wanted.gpus)}"
                 f"{wanted.cpus:g} CPUs and {memory / GB:.1f} GB{' on each GPU' if wanted.gpus else ''} ({need.said})"
             )
-        room = min(fit, key=lambda room: (room.gpus - wanted.gpus, -room.cpus))
+        room = min(fit, key=key)
         room.take(wanted.cpus, wanted.gpus, memory)
         bundles.append(Bundle("engine", number, room.host.name, room.host.node, wanted.cpus, wanted.gpus))
     return bundles
@@ -316,8 +361,10 @@ def _fix(hosts: Sequence[Host], cluster: Cluster, needs: Needs) -> str:
     """What to change, with the number that would do where one number does it."""
     if not hosts:
         return "start Ray on some machine: ray start --head"
+    short = [*_fix_of_cpus(hosts, cluster)]
     if not needs.on_gpu:
-        return "lower trainer.workers, engines.number or their cpus, use a smaller model, or add machines to Ray"
+        short = short or ["lower trainer.workers, engines.number or the cpus of parts, or use a smaller model"]
+        return f"{short[0]}; or add machines to Ray"
     largest = max((host.gpu_bytes for host in hosts if host.gpus), default=0)
     if largest and needs.trainer.bytes > largest:
         return (
@@ -328,7 +375,23 @@ def _fix(hosts: Sequence[Host], cluster: Cluster, needs: Needs) -> str:
         return f"raise engines.gpus: {needs.engine.bytes / GB:.1f} GB on each GPU are more than {largest / GB:.1f} GB"
     gpus = sum(host.gpus for host in hosts)
     wanted = cluster.trainer.workers + cluster.engines.number * cluster.engines.gpus
-    return (
-        f"lower trainer.workers or engines.number, set layout to auto, or add machines to Ray: disjoint takes "
-        f"{wanted} GPUs, and there are {gpus}"
-    )
+    auto = "" if cluster.layout == "auto" else ", set layout to auto"
+    if wanted > gpus:
+        short.append(
+            f"lower trainer.workers or engines.number{auto}: disjoint takes {wanted} GPUs, and there are {gpus}"
+        )
+    if not short:
+        short.append(
+            f"lower engines.gpus, or the numbers or cpus of parts{auto}: no machine has enough GPUs and CPUs left"
+        )
+    return f"{'; '.join(short)}; or add machines to Ray"
+
+
+def _fix_of_cpus(hosts: Sequence[Host], cluster: Cluster) -> Iterator[str]:
+    """What to change where all machines together have too few CPUs."""
+    trainer, engines, rewards = cluster.trainer, cluster.engines, cluster.rewards
+    there = sum(host.cpus for host in hosts)
+    wanted = trainer.workers * trainer.cpus + engines.number * engines.cpus + rewards.workers * rewards.cpus
+    if wanted > there:
+        keys = "rewards.workers, rewards.cpus, trainer.cpus" if rewards.workers else "trainer.cpus"
+        yield f"lower {keys} or engines.cpus: all parts take {wanted:g} CPUs, and there are {there:g}"

@@ -5,9 +5,10 @@ has at most `in_flight` chunks at a time; the rest waits here, own work before p
 """
 
 import asyncio
+import functools
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -82,7 +83,7 @@ class RewardCrew:
         self._lanes = [_Lane(bundle) for bundle in bundles]
         self._turn = asyncio.Condition()
         self._own_waiting = 0
-        self._starting: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
         self._closed = False
         self._past_restarts = 0
 
@@ -134,8 +135,9 @@ class RewardCrew:
         try:
             while first < len(jobs):
                 chunk = next_chunk(jobs, first)[: min(each, CHUNK_JOBS)]
-                taken = await self._take(foreign)  # before there is a task: what waits, waits here
-                chunks.append(asyncio.create_task(self._run(taken, chunk, foreign)))
+                held = [await self._take(foreign)]  # before there is a task: what waits, waits here
+                chunks.append(asyncio.create_task(self._run(held, chunk, foreign)))
+                chunks[-1].add_done_callback(functools.partial(self._leave, held))
                 first += len(chunk)
             return [done for chunk in await asyncio.gather(*chunks) for done in chunk]
         finally:
@@ -143,10 +145,10 @@ class RewardCrew:
                 task.cancel()
             await asyncio.gather(*chunks, return_exceptions=True)
 
-    async def _run(self, taken: "tuple[_Lane, Any]", jobs: Sequence[Job], foreign: bool) -> list[Done]:
-        """One chunk, by this actor, or by the next one that is free where it fails."""
+    async def _run(self, held: "list[tuple[_Lane, Any]]", jobs: Sequence[Job], foreign: bool) -> list[Done]:
+        """One chunk, by the actor at which room is held, or by the next one that is free where it fails."""
         for attempt in range(1, TRIES + 1):
-            lane, actor = taken
+            lane, actor = held[0]
             try:
                 answer = await ray_cluster.awaited(actor.work.remote(jobs), self._seconds(len(jobs)))
             except (ActorGone, TimeoutError) as error:
@@ -159,9 +161,10 @@ class RewardCrew:
                 lane.failures = 0
                 return list(done)
             finally:
+                held.clear()
                 await self._give(lane)
             if attempt < TRIES:
-                taken = await self._take(foreign)
+                held.append(await self._take(foreign))
         raise ScorerError(f"{TRIES} reward workers failed over the same {len(jobs)} answers; see `ray status`")
 
     def _seconds(self, jobs: int) -> float:
@@ -188,6 +191,11 @@ class RewardCrew:
         free = [lane for lane in self._lanes if lane.actor is not None and lane.busy < self._in_flight]
         return min(free, key=lambda lane: lane.busy) if free else None
 
+    def _leave(self, held: "list[tuple[_Lane, Any]]", _: "asyncio.Task[list[Done]]") -> None:
+        """Give back what a task holds that was cancelled before its first instruction."""
+        for lane, _actor in held:
+            self._beside(self._give(lane))
+
     async def _give(self, lane: _Lane) -> None:
         lane.busy -= 1
         async with self._turn:
@@ -204,9 +212,12 @@ class RewardCrew:
         self._past_restarts += lane.restarts + 1
         lane.restarts = 0
         ray_cluster.kill(actor)
-        task = asyncio.create_task(self._again(lane))
-        self._starting.add(task)
-        task.add_done_callback(self._starting.discard)
+        self._beside(self._again(lane))
+
+    def _beside(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     async def _again(self, lane: _Lane) -> None:
         while not self._closed:
@@ -221,9 +232,9 @@ class RewardCrew:
 
     async def close(self) -> None:
         self._closed = True
-        for task in self._starting:
+        for task in self._tasks:
             task.cancel()
-        await asyncio.gather(*self._starting, return_exceptions=True)
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         for lane in self._lanes:
             if lane.actor is not None:
                 ray_cluster.kill(lane.actor)

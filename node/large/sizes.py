@@ -8,7 +8,7 @@ from node.config import Config
 from node.hardware import EngineChoice, Gpu, Machine
 from node.large.cluster_file import Cluster
 from node.large.planner import Need, Needs
-from node.memory_plan import GB, KV_TOKENS, LARGEST_SHARE, SMALLEST_CACHE, plan_memory
+from node.memory_plan import GB, KV_TOKENS, LARGEST_SHARE, SMALLEST_CACHE, plan_shards
 from node.model_shape import ModelShape
 
 
@@ -16,7 +16,7 @@ def needs_of(config: Config, shape: ModelShape, dtype: torch.dtype, cluster: Clu
     """What `cluster`'s parts need for a model in a compute type; `config` has its `train.shards` already."""
     # of a device of no size: what matters is the sum for one worker, which is about the same on a CPU
     anywhere = config.model_copy(update={"model": config.model.model_copy(update={"device": "auto"})})
-    worker = plan_memory(anywhere, shape, Machine(0, (Gpu("", 0),), ""), EngineChoice("vllm", ""), dtype)
+    worker = plan_shards(anywhere, shape, Machine(0, (Gpu("", 0),), ""), EngineChoice("vllm", ""), dtype)
     kept, working = (sum(size for _, size in parts) for parts in (worker.always, worker.update))
     trainer = Need(kept + working, _said((*worker.always, *worker.update)))
 

@@ -142,7 +142,7 @@ class RayLauncher:
             while connections.keys() != names:
                 if time.monotonic() > until:
                     missing = ", ".join(str(int(name) + 1) for name in sorted(names - connections.keys()))
-                    raise TimeoutError(f"worker {missing} did not connect in time")
+                    raise TimeoutError(f"worker {missing} did not connect in time (limits.stage_seconds)")
                 self._accept(listener, secret, names, connections)
                 for reference in asked:
                     with contextlib.suppress(TimeoutError):  # it works on it

@@ -18,7 +18,7 @@ from node.training.sharded import ShardedTrainer
 from node.training.workers import Kind, WorkerPlan, Workers
 
 ANSWER_SHARE = 0.9
-"""Of a stage's deadline that workers have for an answer: then they are started anew, and the stage has not failed."""
+"""Of a stage's deadline that workers have for their part in it: then they are started anew, and it has not failed."""
 
 
 def make_trainer(

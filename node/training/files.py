@@ -58,14 +58,22 @@ def save_optimizer(
     kind = kind_of(optimizer)
     updates = {int(state["step"]) for state in optimizer.state.values()}
     counts = {"step": step, "updates": updates.pop() if updates else 0, "optimizer": kind}
-    if rank == 0:
-        (directory / TRAINER).write_text(json.dumps(counts if count == 1 else {**counts, "processes": count}))
     if kind == "adamw8bit":
         save_file(moments_of(optimizer, weights), directory / MOMENTS_8BIT)
-        return
-    for file, key in ((FIRST_MOMENTS, "exp_avg"), (SECOND_MOMENTS, "exp_avg_sq")):
-        moments = {name: _rows(optimizer.state[w][key]) for name, w in weights.items() if w in optimizer.state}
-        save_file({name: rows for name, rows in moments.items() if len(rows)}, directory / numbered(file, rank, count))
+    else:
+        failed: Exception | None = None
+        for file, key in ((FIRST_MOMENTS, "exp_avg"), (SECOND_MOMENTS, "exp_avg_sq")):
+            # after a failed write, too: the other processes take part in bringing rows together
+            moments = {name: _rows(optimizer.state[w][key]) for name, w in weights.items() if w in optimizer.state}
+            path = directory / numbered(file, rank, count)
+            try:
+                save_file({name: rows for name, rows in moments.items() if len(rows)}, path)
+            except (OSError, SafetensorError) as error:
+                failed = failed or error
+        if failed is not None:
+            raise failed
+    if rank == 0:
+        (directory / TRAINER).write_text(json.dumps(counts if count == 1 else {**counts, "processes": count}))
 
 
 def numbered(file: str, number: int, count: int) -> str:

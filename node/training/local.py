@@ -18,6 +18,7 @@ from typing import Any, Literal
 import torch
 
 from node.batching import MicroBatch, micro_batches
+from node.checkpoint import failed_write
 from node.config_train import TrainConfig
 from node.interfaces import Batch, Interrupted, StepSkipped, TrainGroup, UpdateStats
 from node.memory import out_of_memory
@@ -347,13 +348,27 @@ class LocalTrainer:
     # -- files -------------------------------------------------------------------------------------------------
 
     def save(self, directory: Path) -> None:
-        """Write what `export` does, and the optimizer, into an existing empty directory."""
-        self.export(directory)
+        """Write what `export` does, and the optimizer, into an existing empty directory.
+
+        What fails is raised at the end: other processes may wait for this one's part in the optimizer's files.
+        """
+        failed: Exception | None = None
+        for write in (self.export, self._save_optimizer):
+            try:
+                write(directory)
+            except Exception as error:
+                if not failed_write(error):
+                    raise
+                failed = failed or error
+        if failed is not None:
+            raise failed
+        if self.critic is not None and self.ranks.rank == 0:
+            self.critic.save(directory)
+
+    def _save_optimizer(self, directory: Path) -> None:
         files.save_optimizer(
             self.optimizer, self.weights.masters, self.step, directory, self.ranks.rank, self.ranks.count
         )
-        if self.critic is not None and self.ranks.rank == 0:
-            self.critic.save(directory)
 
     def load(self, directory: Path) -> None:
         """Inverse of `save`, in place. Raises CheckpointError."""

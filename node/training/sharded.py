@@ -12,6 +12,7 @@ import dataclasses
 import logging
 import shutil
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
@@ -43,6 +44,9 @@ from node.training.workers import Workers, WorkersLost
 
 log = logging.getLogger(__name__)
 
+PASSED = "checkpoint-"
+"""Beginning of the names of directories in which checkpoints come by."""
+
 
 class ShardedTrainer:
     """The `Trainer` of `train.shards` > 1. Every method runs on the model thread, but `close`."""
@@ -57,7 +61,7 @@ class ShardedTrainer:
         seconds: Callable[[], float],
         passing: Path | None = None,
     ) -> None:
-        """`handover`: directory for weights on their way into the bundle's model; `seconds`: deadline of an answer;
+        """`handover`: directory for weights on their way into the bundle's model; `seconds`: deadline of a stage;
         `passing`: directory that workers see, where checkpoints come by; None: they see all that the node does.
 
         Call `start` before anything else.
@@ -72,6 +76,9 @@ class ShardedTrainer:
     def start(self) -> None:
         """Have workers with the model as its files have it. Raises ModelError, TrainerLost."""
         self.step = 0
+        if self._passing is not None:
+            for left in self._passing.glob(f"{PASSED}*"):  # by a node that was killed: nobody else writes here
+                shutil.rmtree(left, ignore_errors=True)
         try:
             self.workers.start(self._within_memory(self.config), self._seconds())
         except WorkersLost as lost:
@@ -90,9 +97,10 @@ class ShardedTrainer:
         Raises StepSkipped; TrainerLost; and Interrupted at any time before the workers are done, which ends them: the
         node is about to end, and its next start repeats the step.
         """
-        stats = self._ask(Update(batch), should_stop)[0].stats
+        until = self._until()
+        stats = self._ask(Update(batch), until, should_stop)[0].stats
         assert stats is not None
-        self._take_over()
+        self._take_over(until)
         retries, self._retries = self._retries, 0
         return dataclasses.replace(stats, oom_retries=retries)
 
@@ -108,13 +116,14 @@ class ShardedTrainer:
 
     def load(self, directory: Path) -> None:
         """Inverse of `save`, and of the local trainer's, in place. Raises CheckpointError."""
+        until = self._until()
         if self._passing is None:
-            self._ask(Load(str(directory)))
+            self._ask(Load(str(directory)), until)
         else:
             with self._passed(self._passing) as seen:
                 shutil.copytree(directory, seen, dirs_exist_ok=True)
-                self._ask(Load(str(seen)))
-        self._take_over()
+                self._ask(Load(str(seen)), until)
+        self._take_over(until)
 
     def export(self, directory: Path) -> None:
         """Write only what inference needs: a directory `from_pretrained` loads."""
@@ -134,7 +143,7 @@ class ShardedTrainer:
     def _passed(self, passing: Path) -> Iterator[Path]:
         """An empty directory that workers see, removed at the end."""
         passing.mkdir(parents=True, exist_ok=True)
-        seen = Path(tempfile.mkdtemp(prefix="checkpoint-", dir=passing))
+        seen = Path(tempfile.mkdtemp(prefix=PASSED, dir=passing))
         try:
             yield seen
         finally:
@@ -157,9 +166,17 @@ class ShardedTrainer:
 
     # -- workers -----------------------------------------------------------------------------------------------
 
-    def _ask(self, command: Command, should_stop: Callable[[], bool] = lambda: False) -> list[Done]:
+    def _until(self) -> float:
+        """When a stage that begins now has to be done, however often workers are asked in it."""
+        return time.monotonic() + self._seconds()
+
+    def _ask(
+        self, command: Command, until: float | None = None, should_stop: Callable[[], bool] = lambda: False
+    ) -> list[Done]:
+        """`until`: None gives a deadline of its own."""
+        seconds = self._seconds() if until is None else max(0.0, until - time.monotonic())
         try:
-            answers = self.workers.ask(command, self._seconds(), should_stop)
+            answers = self.workers.ask(command, seconds, should_stop)
         except WorkersLost as lost:
             raise self._lost(lost) from lost
         failures = [answer for answer in answers if isinstance(answer, Failed)]
@@ -195,12 +212,12 @@ class ShardedTrainer:
 
     # -- the node's own model ----------------------------------------------------------------------------------
 
-    def _take_over(self) -> None:
+    def _take_over(self, until: float) -> None:
         """Bring the node's model up to the workers' weights. Raises TrainerLost: it must not go on with old ones."""
         try:
             shutil.rmtree(self._handover, ignore_errors=True)
             self._handover.mkdir(parents=True)
-            sums = self._ask(HandOver(str(self._handover)))[0].sums
+            sums = self._ask(HandOver(str(self._handover)), until)[0].sums
             load_in_place(self.bundle.model, self._handover, sums)
         except (OSError, SafetensorError) as error:
             self.workers.kill()

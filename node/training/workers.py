@@ -95,9 +95,9 @@ class Workers:
         return f"{self.plan.device}, {self.plan.dtype}, processes {pids}"
 
     def start(self, train: TrainConfig, seconds: float) -> None:
-        """Start them with the model as its files have it. Raises WorkersLost."""
+        """Start them with the model as its files have it, all within `seconds`. Raises WorkersLost."""
         self.kill()
-        plan = self.plan
+        plan, until = self.plan, time.monotonic() + seconds
         try:
             launched = self._launcher.launch(plan.count, seconds)
             self._workers = [_Worker(rank, one.process, one.connection, one.where) for rank, one in enumerate(launched)]
@@ -123,8 +123,8 @@ class Workers:
             )
             for rank in range(plan.count)
         ]
-        self._tell([frame(setup) for setup in setups])
-        self._answers(seconds, _never)
+        self._tell([frame(setup) for setup in setups], until)
+        self._answers(until, _never)
 
     def ask(
         self, command: Command, seconds: float, should_stop: Callable[[], bool] = lambda: False
@@ -132,22 +132,23 @@ class Workers:
         """What each worker answers. Raises WorkersLost; and Interrupted, with all of them ended, once `should_stop`."""
         if not self._workers:
             raise WorkersLost("the trainer's workers have ended")
-        data = frame(command)
-        self._tell([data] * len(self._workers))
-        return self._answers(seconds, should_stop)
+        data, until = frame(command), time.monotonic() + seconds
+        self._tell([data] * len(self._workers), until)
+        return self._answers(until, should_stop)
 
-    def _tell(self, frames: Sequence[bytes]) -> None:
+    def _tell(self, frames: Sequence[bytes], until: float) -> None:
         for worker, data in zip(self._workers, frames, strict=True):
             worker.answer = None
-            worker.connection.settimeout(self._silent)
+            patience = max(POLL_SECONDS, min(self._silent, until - time.monotonic()))
+            worker.connection.settimeout(patience)
             try:
                 worker.connection.sendall(data)
             except TimeoutError:
-                worker.trouble = f"has read nothing for {self._silent:.0f} s"
+                worker.trouble = f"has read nothing for {patience:.0f} s"
             except OSError as error:
                 worker.trouble = str(error)
 
-    def _answers(self, seconds: float, should_stop: Callable[[], bool]) -> list[Done | Failed]:
+    def _answers(self, until: float, should_stop: Callable[[], bool]) -> list[Done | Failed]:
         begun = time.monotonic()
         first_trouble: float | None = None
         with selectors.DefaultSelector() as selector:
@@ -173,10 +174,13 @@ class Workers:
                         raise self._lost()
                 elif all(worker.answer for worker in self._workers):
                     return [worker.answer for worker in self._workers if worker.answer]
-                elif now - begun > seconds:
+                elif now > until:
                     late = [worker for worker in self._workers if worker.answer is None]
                     for worker in late:
-                        worker.trouble = f"has not answered within {seconds:.0f} s"
+                        worker.trouble = (
+                            f"has not answered within {until - begun:.0f} s, all that was left of its time (raise "
+                            "limits.stage_seconds if it only works long)"
+                        )
                     raise self._lost()
 
     def _hear(self, worker: _Worker) -> None:

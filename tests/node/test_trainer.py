@@ -14,6 +14,7 @@ from node.checkpoint import CheckpointError
 from node.config_train import TrainConfig
 from node.interfaces import Batch, Interrupted, StepSkipped, TrainGroup, TrainSequence
 from node.models import load_model
+from node.training import files
 from node.training.local import LocalTrainer
 
 Make = Callable[..., LocalTrainer]
@@ -220,6 +221,32 @@ def test_a_saved_initial_model_loads(make: Make, tmp_path: Path) -> None:
     trainer.update(batch())
     other.update(batch())
     assert all(map(torch.equal, weights(trainer), weights(other)))
+
+
+def test_a_failed_write_comes_after_what_other_processes_wait_for(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = make()
+    trainer.update(batch())
+    brought = list[int]()
+    rows = files._rows
+
+    def count(tensor: torch.Tensor) -> torch.Tensor:
+        brought.append(1)
+        return rows(tensor)
+
+    def full(path: Any) -> Any:
+        raise OSError(28, f"no room for {path}")
+
+    monkeypatch.setattr(files, "_rows", count)
+    monkeypatch.setattr(files, "save_file", lambda tensors, path, *rest: full(path.name))
+    with pytest.raises(OSError, match=r"no room for model\.safetensors"):
+        trainer.save(tmp_path)
+    assert len(brought) == 2 * len(weights(trainer))
+    monkeypatch.setattr(trainer, "export", lambda directory: None)
+    with pytest.raises(OSError, match=r"no room for exp_avg\.safetensors"):
+        trainer.save(tmp_path)
+    assert len(brought) == 4 * len(weights(trainer))
 
 
 def test_export_is_a_model_directory(make: Make, tmp_path: Path) -> None:

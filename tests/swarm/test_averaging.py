@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import hashlib
+import json
 import os
 import random
 import signal
@@ -147,6 +148,22 @@ async def test_what_cannot_start_says_so(tmp_path: Path) -> None:
     with pytest.raises(NotAveraged, match="cannot be started"):
         await averager.round(tmp_path / "own.bin", b"", 1.0)
     service.cancel()
+
+
+async def test_the_process_gets_few_variables_and_a_home_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "tells.py").write_text("import json, os; print(json.dumps(dict(os.environ)))")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("LC_ALL", "C.UTF-8")
+    for name in ("SHOAL_PASSPHRASE", "AWS_SECRET_ACCESS_KEY", "SSH_AUTH_SOCK", "KUBECONFIG"):
+        monkeypatch.setenv(name, "of the user")
+    averager = Averager(setup(tmp_path), tmp_path / "log", "tells", say=lambda level, message: None)
+    assert "has ended" in await averager._life()
+    variables = json.loads((tmp_path / "log").read_text())
+    assert variables["HOME"] == variables["TMPDIR"] != os.environ["HOME"]
+    assert variables["LC_ALL"] == "C.UTF-8"
+    assert "of the user" not in variables.values()
 
 
 @pytest.mark.parametrize(

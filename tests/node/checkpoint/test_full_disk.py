@@ -64,6 +64,35 @@ def test_a_disk_that_fills_while_writing_leaves_no_half_checkpoint(
     assert reached(store.directory) == (10, [], [])
 
 
+def test_a_checkpoint_that_has_its_name_counts_though_the_disk_fails_then(
+    store: CheckpointStore, monkeypatch: pytest.MonkeyPatch, record: Any, write: Any, train: Any, reached: Any
+) -> None:
+    train(store, 1, 6)
+    real, synced = checkpoint.sync, list[Path]()
+
+    def failing(path: Path) -> None:
+        if path == store.directory:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        real(path)
+
+    def noted(path: Path) -> None:
+        synced.append(path)
+        real(path)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(checkpoint, "sync", failing)
+        with pytest.raises(CheckpointError, match=r"step-6 is there, but .*loss of power .*Input/output error"):
+            store.save(6, write(6), {"taken": 6})
+        assert store.base == 6
+        with pytest.raises(CheckpointError, match="the step cannot be journalled"):
+            store.append(record(7))
+        patched.setattr(checkpoint, "sync", noted)
+        store.append(record(7))
+    assert synced == [store.directory]
+    store.append(record(8))
+    assert reached(store.directory) == (6, [7, 8], [])
+
+
 def test_a_mistake_in_writing_is_not_called_a_full_disk(store: CheckpointStore, names: Any) -> None:
     def wrong(directory: Path) -> None:
         raise KeyError("lm_head")

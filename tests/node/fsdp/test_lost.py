@@ -16,6 +16,7 @@ from node.history import History
 from node.interfaces import Batch, TrainerLost, UpdateStats
 from node.journal import JournalRecord
 from node.loop import Loop
+from node.making import start_engines
 from node.progress import Progress
 from protocol.manifest import embedded_manifest
 from swarm.sampler import Sampler
@@ -175,6 +176,51 @@ async def test_a_trainer_that_is_lost_as_the_best_weights_are_exported_costs_the
     assert [event["message"] for event in loop.parts.history.events(None, 9) if event["kind"] == "checkpoint"] == [
         "worker 1 was ended by SIGKILL"
     ]
+
+
+async def test_settings_that_a_lost_trainer_did_not_get_are_had_by_the_next_one(
+    make: Make, pauses: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = Fragile(set())
+    loop, had = make(trainer), list[float]()
+    await loop.recover()
+
+    def configure(config: TrainConfig) -> None:
+        had.append(config.learning_rate)
+        if len(had) == 1:
+            raise TrainerLost("worker 1 was ended by SIGKILL", trainer.again)
+
+    monkeypatch.setattr(trainer, "configure", configure)
+    loop.change(Config.model_validate({"train": {"learning_rate": 0.5}}))
+    await loop.run(1)
+    assert (trainer.step, trainer.starts, set(had)) == (1, 1, {0.5})
+
+
+async def test_a_trainer_that_was_lost_while_engines_started_is_had_again_before_the_check(
+    make: Make, pauses: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = Fragile(set())
+    loop, checked = make(trainer), list[str]()
+    await loop.recover()
+
+    async def check(engine: Any, trainer: Fragile, *_: Any, **__: Any) -> None:
+        checked.append(engine)
+        if len(checked) == 2:
+            raise TrainerLost("worker 2 was ended by SIGKILL", trainer.again)
+
+    async def prompts(parts: Any) -> list[tuple[int, ...]]:
+        return [(1, 2)]
+
+    monkeypatch.setattr("node.making.check_agreement", check)
+    monkeypatch.setattr("node.making._check_prompts", prompts)
+    parts: Any = loop.parts
+    parts.bundle = SimpleNamespace(model=SimpleNamespace(dtype="torch.float32"), routing=None)
+    node: Any = SimpleNamespace(progress=parts.progress, device=parts.device)
+    engines: Any = ["first", "second"]
+    await start_engines(node, engines, parts, loop)
+    assert checked == ["first", "second", "second"]
+    assert trainer.starts == 1
+    assert trainer_events(loop) == ["the trainer is lost: worker 2 was ended by SIGKILL; it is started again in 1 s"]
 
 
 def trainer_events(loop: Loop) -> list[str]:

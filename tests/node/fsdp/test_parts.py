@@ -3,6 +3,7 @@
 import itertools
 import os
 import socket
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from node.batching import micro_batches
 from node.checkpoint import CheckpointError
 from node.config_train import TrainConfig
 from node.engines.vllm_weights import digest
-from node.interfaces import TrainerLost
+from node.interfaces import TrainerLost, UpdateStats
 from node.models import ModelError, load_model
 from node.training import files
 from node.training.fsdp import evened
@@ -187,6 +188,36 @@ def test_memory_that_ran_out_has_workers_started_with_less(tiny_model: Callable[
         lost.value.again()
     asked = [(train.gradient_checkpointing, train.tokens_per_micro_batch) for train in workers.started]
     assert asked == [("auto", 160), ("on", 160), ("on", 80), ("on", 64), ("on", 64)]
+
+
+def test_weights_are_handed_over_in_the_time_that_is_left_of_the_update(tmp_path: Path) -> None:
+    given = list[float]()
+
+    class Slow(FakeWorkers):
+        def ask(self, command: object, seconds: float, *rest: object) -> Sequence[Done]:
+            given.append(seconds)
+            if len(given) == 2:
+                raise WorkersLost("worker 1 is late")
+            time.sleep(0.3)
+            return [Done(1, stats=UpdateStats(0.0, 0.0, 0.0, 1, 1, 0.0, 0.0, 0.0, 1.0, 0.0, None, 1, 0))]
+
+    workers: Any = Slow()
+    bundle: Any = None
+    trainer = ShardedTrainer(bundle, TrainConfig(), workers, handover=tmp_path / "h", seconds=lambda: 20.0)
+    with pytest.raises(TrainerLost, match="is late"):
+        trainer.update(batch())
+    assert given[1] <= given[0] - 0.3
+
+
+def test_a_start_removes_the_copies_of_checkpoints_that_a_killed_node_left(tmp_path: Path) -> None:
+    seen = tmp_path / "shared" / "checkpoints"
+    (seen / "checkpoint-k1ll3d").mkdir(parents=True)
+    (seen / "checkpoint-k1ll3d" / "model.safetensors").write_bytes(b"x")
+    workers: Any = FakeWorkers()
+    bundle: Any = None
+    trainer = ShardedTrainer(bundle, TrainConfig(), workers, handover=tmp_path / "h", seconds=lambda: 1.0, passing=seen)
+    trainer.start()
+    assert not list(seen.iterdir())
 
 
 def test_settings_that_no_restart_mends_end_the_node(tiny_model: Callable[..., Path], tmp_path: Path) -> None:

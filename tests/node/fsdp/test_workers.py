@@ -113,11 +113,27 @@ def test_why_a_worker_does_not_come_up(
 def test_one_that_only_beats_has_a_deadline_and_one_that_is_silent_another(start: Callable[..., Workers]) -> None:
     began = time.monotonic()
     workers = start("say(Done(0))\ncommand()\nbeat_for_ever()", silent=30.0)
-    with pytest.raises(WorkersLost, match=r"worker 2 .* has not answered within 2 s"):
+    with pytest.raises(WorkersLost, match=r"worker 2 .* has not answered within 2 s, .*limits\.stage_seconds"):
         workers.ask(Memory(), 2.0)
     with pytest.raises(WorkersLost, match=r"worker 2 .* has not been heard of for 2 s"):
         start("say(Done(0))\ncommand()\ntime.sleep(60)", silent=2.0).ask(Memory(), 60.0)
     assert time.monotonic() - began < 50
+
+
+def test_a_launch_takes_its_time_from_that_of_the_start(
+    start: Callable[..., Workers], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = launching.spawn
+
+    def slow(*arguments: Any) -> Any:
+        time.sleep(1.5)
+        return real(*arguments)
+
+    monkeypatch.setattr(launching, "spawn", slow)
+    began = time.monotonic()
+    with pytest.raises(WorkersLost, match=r"has not answered within [12] s"):
+        start("beat_for_ever()", seconds=4.5)
+    assert time.monotonic() - began < 7
 
 
 def test_a_node_that_stops_does_not_wait_for_an_answer(start: Callable[..., Workers]) -> None:

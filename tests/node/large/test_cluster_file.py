@@ -63,7 +63,10 @@ TRAINER, ENGINES = "[trainer]\nworkers = 4\n", "[engines]\nnumber = 2\n"
         (f"[trainer]\nworkers = 65\n{ENGINES}", r"trainer.workers = 65: .* less than or equal to 64"),
         (f'[trainer]\nworkers = "4"\n{ENGINES}', r"trainer.workers = '4': input should be a valid integer"),
         (f"[trainer]\nworkers = true\n{ENGINES}", r"trainer.workers = True: input should be a valid integer"),
-        (f"[trainer]\nworkers = 4\ngpus = 2\n{ENGINES}", r"trainer.gpus = 2: input should be 0 or 1"),
+        (
+            f"[trainer]\nworkers = 4\ngpus = 2\n{ENGINES}",
+            r"trainer.gpus = 2: input should be 0 or 1 ; set it to one of 0, 1",
+        ),
         (f"[trainer]\nworkers = 4\ncpus = inf\n{ENGINES}", r"trainer.cpus = inf"),
         (f"{TRAINER}worker = 4\n{ENGINES}", r"unknown key trainer.worker ; did you mean trainer.workers\?"),
         (f"{TRAINER}{ENGINES}[engine]\nnumber = 1\n", r"unknown key engine ; did you mean engines"),
@@ -83,7 +86,11 @@ TRAINER, ENGINES = "[trainer]\nworkers = 4\n", "[engines]\nnumber = 2\n"
             f"layout = 'colocated'\n{TRAINER}[engines]\nnumber = 1\ngpus = 8\n",
             r"engines of 8 GPUs share those of 4 tra",
         ),
-        ("trainer = 3\nengines = 4\n", r"trainer: Input should be a valid dictionary"),
+        ("trainer = 3\nengines = 4\n", r"trainer = 3 is no section \(and 1 more\) ; write \[trainer\], and its keys"),
+        (f"shared = '/a\\u0000b'\n{TRAINER}{ENGINES}".replace("'", '"'), r"shared = '/a\\x00b': .* holds a nul"),
+        (f"[trainer]\nworkers = {'9' * 5000}\n{ENGINES}", "has a number of thousands of digits"),
+        (f"[trainer]\nworkers = 0x{'f' * 5000}\n{ENGINES}", r"trainer.workers = something endless: .* equal to 64"),
+        (f"trainer = {'[' * 5000}{']' * 5000}", "has lists in lists without end"),
         ("[trainer", r"is not valid TOML: .* ; correct that line"),
     ],
 )
@@ -114,6 +121,8 @@ def test_a_flag_against_it(tmp_path: Path) -> None:
     ("settings", "said"),
     [
         ({"engine": {"url": "http://10.0.0.5:8000"}}, "engine.url names a server, .* set engine.url to nothing"),
+        ({"engine": {"gpus": "1,2"}}, "engine.gpus names GPUs of one machine, .* set engine.gpus to nothing"),
+        ({"engine": {"weights_dir": "/mnt/weights"}}, "engine.weights_dir is not where engines look, which `shared`"),
         ({"engine": {"transfer": "nccl"}}, "engine.transfer is not files"),
         ({"train": {"lora_rank": 8}}, "train.lora_rank trains adapters"),
         ({"train": {"optimizer": "adamw8bit"}}, "train.optimizer keeps moments"),

@@ -132,11 +132,47 @@ def test_it_is_explained() -> None:
         ((8,), 80, cluster(4, 5, layout="colocated"), "room for 4 of 5 engines that share them"),
         ((8,), 80, cluster(4, 2, cpus=20.0), "there is room for 3 of 4 trainer workers, each with 1 GPU, 20 CPUs"),
         ((8,), 80, cluster(4, 2, rewards=1000), "there are CPUs for 58 of 1000 reward workers, 1 each"),
+        (
+            (8,),
+            80,
+            cluster(4, 2, rewards=1000),
+            r" ; lower rewards.workers, rewards.cpus, .* all parts take 1006 CPUs, and there are 64; or add machines",
+        ),
+        ((8,), 80, cluster(4, 2, cpus=20.0), " ; lower trainer.cpus or engines.cpus: all parts take 82 CPUs, and"),
+        ((8, 8), 80, cluster(3, 1, cpus=42.0), " ; lower engines.gpus, or the numbers or cpus of parts: no machine"),
     ],
 )
 def test_what_does_not_fit_is_refused_with_the_sum(gpus: tuple[int, ...], size: int, asked: Cluster, said: str) -> None:
     with pytest.raises(DoesNotFit, match=said):
         place(hosts(*gpus, size=size), asked, NEEDS)
+
+
+@pytest.mark.parametrize(
+    ("machines", "trainer", "engines", "rewards"),  # (CPUs, GPUs) of each machine; (number, CPUs, GPUs) of each part
+    [
+        (((2, 2), (2, 1), (8, 4)), (2, 2, 1), (2, 1, 1), (3, 2)),
+        (((8, 2), (6, 4)), (3, 2, 1), (3, 1, 1), (3, 1)),
+        (((1, 4), (6, 4), (4, 1)), (2, 2, 1), (1, 1, 2), (3, 2)),
+        (((5, 1), (2, 3)), (1, 2, 1), (2, 1, 1), (1, 2)),
+        (((4, 2), (5, 4), (1, 4)), (2, 2, 1), (2, 2, 2), (2, 1)),
+    ],
+)
+def test_cpus_that_are_short_are_enough_where_they_can_be(
+    machines: Sequence[tuple[float, int]],
+    trainer: tuple[int, float, int],
+    engines: tuple[int, float, int],
+    rewards: tuple[int, float],
+) -> None:
+    there = [replace(hosts(0, gpus)[1], cpus=cpus, node=f"node{at}") for at, (cpus, gpus) in enumerate(machines)]
+    asked = Cluster.model_validate(
+        {
+            "layout": "disjoint",
+            "trainer": {"workers": trainer[0], "cpus": float(trainer[1]), "gpus": trainer[2]},
+            "engines": {"number": engines[0], "cpus": float(engines[1]), "gpus": engines[2]},
+            "rewards": {"workers": rewards[0], "cpus": float(rewards[1])},
+        }
+    )
+    check(place(there, asked, NEEDS), there, asked)
 
 
 def test_small_gpus_are_for_engines_and_shared_ones_need_more() -> None:
@@ -194,6 +230,10 @@ def test_needs_are_the_sums_of_one_worker_and_one_engine() -> None:
     assert abs(eight.trainer.bytes - (7_000_000_000 * 2 + gathered)) < 1e6
     assert "1/4 of 32-bit weights 6.5 + 1/4 of optimizer 13.0" in four.trainer.said
     assert abs(four.engine.bytes - (7_000_000_000 + 131072 * 512) / 0.9) < 1e6
+    # one is a worker as well: the node's own weights, and what checks followers by them, are in main memory
+    one = needs_of(Config.model_validate({"federation": {"publish": True}}), shape, torch.bfloat16, cluster(1, 2, 2))
+    assert abs(one.trainer.bytes - (7_000_000_000 * 16 + gathered)) < 1e6
+    assert one.trainer.said.startswith("32-bit weights 26.1 + optimizer 52.2 + gradients 26.1")
     # an engine that sleeps while the trainer works, and takes less than an update does
     assert (four.kept, four.shared.bytes) == (7_000_000_000 * 3, four.trainer.bytes)
     assert four.shared.said.endswith("+ activations 0.2) and (vLLM's weights 6.5 + keys and values 0.1)")

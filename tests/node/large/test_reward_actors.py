@@ -95,6 +95,21 @@ async def test_own_work_goes_before_that_of_peers(crew: RewardCrew) -> None:
     await scorer.close()
 
 
+async def test_a_call_that_is_cancelled_before_its_chunk_begins_keeps_no_room(crew: RewardCrew) -> None:
+    await crew.start()
+    jobs = [Job(ref, answer) for ref, answer in items(4)]
+    for _ in range(4):
+        call = asyncio.create_task(crew.work(jobs, foreign=True))
+        asyncio.get_running_loop().call_soon(call.cancel)  # where the call has begun, and its chunk has not
+        with pytest.raises(asyncio.CancelledError):
+            await call
+    assert Even.made[0].seen == Even.made[1].seen == []
+    async with asyncio.timeout(5):
+        assert len(await crew.work(jobs, foreign=True)) == 4
+    assert [lane.busy for lane in crew._lanes] == [0, 0]
+    await crew.close()
+
+
 async def test_a_chunk_goes_to_the_next_actor_when_its_own_ends(crew: RewardCrew, ray: Any) -> None:
     scorer = make_scorer([SPEC], LIMITS, crew=crew)
     await scorer.start()
@@ -106,7 +121,7 @@ async def test_a_chunk_goes_to_the_next_actor_when_its_own_ends(crew: RewardCrew
     assert [score.reward for score in await call] == [at % 2 for at in range(60)]
     assert len(Even.made[1].seen) == 60
     async with asyncio.timeout(5):
-        while len(Even.made) < 3 or crew._starting:  # noqa: ASYNC110 - it comes after a pause
+        while len(Even.made) < 3 or crew._tasks:  # noqa: ASYNC110 - it comes after a pause
             await asyncio.sleep(0.01)
     assert scorer.restarts == 1
     await scorer.score(items(60))

@@ -161,11 +161,13 @@ def test_it_goes_when_the_node_is_killed(plan: ServerPlan, tmp_path: Path) -> No
 
 def test_secrets_stay_here() -> None:
     own = {"PATH": "/bin", "SHOAL_PASSPHRASE": "x", "HF_TOKEN": "y", "CUDA_HOME": "/cuda"}
+    own |= {"AWS_SECRET_ACCESS_KEY": "z", "SSH_AUTH_SOCK": "/agent", "TOKENIZERS_PARALLELISM": "false"}
     variables = environment(own, [("OMP_NUM_THREADS", "2")])
     assert variables["PATH"] == "/bin"
     assert variables["CUDA_HOME"] == "/cuda"
     assert variables["OMP_NUM_THREADS"] == "2"
-    assert not [name for name in variables if name.startswith(("SHOAL", "HF_TOKEN"))]
+    assert not [name for name in variables if name.startswith(("SHOAL", "HF_TOKEN", "AWS", "SSH"))]
+    assert variables["TOKENIZERS_PARALLELISM"] == "false"
 
 
 def test_the_log_is_shown_where_it_tells(tmp_path: Path) -> None:
