@@ -15,6 +15,8 @@ from pathlib import Path
 
 from node import landlock, seccomp
 
+CONFINING = ("seccomp", "landlock")
+"""Beginnings of the measures that keep code from doing harm; resource limits alone do not."""
 _PR_SET_PDEATHSIG, _PR_SET_NO_NEW_PRIVS = 1, 38
 
 SYSTEM_PATHS = (

@@ -19,6 +19,7 @@ import msgspec
 
 from node.config import LimitsConfig
 from node.interfaces import Score, Task
+from node.isolation import CONFINING
 from node.scorer_wire import (
     LENGTH,
     Chunk,
@@ -50,7 +51,6 @@ START_SECONDS: Final = 150.0
 """On a busy machine; what loading the environments may take of the processor is bounded there."""
 GRACE_SECONDS: Final = 5.0
 """The process kills what misses its deadline; this much later it is killed itself."""
-CONFINING: Final = frozenset(["seccomp", "landlock"])
 
 _PASSED_ON = ("PATH", "HOME", "LANG", "PYTHONPATH", "LD_LIBRARY_PATH", "TMPDIR", "SYSTEMROOT")
 
@@ -130,10 +130,10 @@ class Scorer:
             finally:
                 await self._end_turn()
         log.info("scorer process is up, isolation: %s", ", ".join(self.isolation))
-        if not any(measure.startswith(tuple(CONFINING)) for measure in self.isolation):
+        if not any(measure.startswith(CONFINING) for measure in self.isolation):
             log.warning(
                 "this system offers neither seccomp nor Landlock: the scorer process is held by resource limits only, "
-                "so join only swarms whose environments do not evaluate answers"
+                "and environments that evaluate answers are refused"
             )
 
     def knows(self, ref: TaskRef) -> bool:

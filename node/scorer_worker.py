@@ -29,7 +29,7 @@ import node
 import protocol
 from node.environments.known import EnvironmentUnknown, SettingsRefused, build
 from node.interfaces import Environment
-from node.isolation import bound_cpu, bound_memory, die_with_parent, isolate
+from node.isolation import CONFINING, bound_cpu, bound_memory, die_with_parent, isolate
 from node.scorer_wire import LENGTH, Chunk, Died, Done, Job, Overlong, Ready, Refused, Setup, end_of_frame, frame
 
 Environments = Mapping[tuple[str, str], Environment]
@@ -78,12 +78,24 @@ def _pass_on(incoming: int, outgoing: int, setup: Setup, environments: Environme
     signal.signal(signal.SIGALRM, _late)
     decoder = msgspec.msgpack.Decoder(Chunk)
     first = _Child(setup, environments)
+    if not any(measure.startswith(CONFINING) for measure in first.isolation):
+        evaluating = ", ".join(name for name, version in environments if _may_evaluate(environments, (name, version)))
+        if evaluating:
+            why = (
+                f"{evaluating} may evaluate answers as code, and this system offers neither seccomp nor Landlock to "
+                "confine what that does: use Linux, or a swarm without it"
+            )
+            os.write(outgoing, frame(Refused(why)))
+            return
     os.write(outgoing, frame(Ready(first.isolation)))
     lasting: _Child | None = first
     while (raw := _receive(incoming)) is not None:
         chunk = decoder.decode(raw)
         jobs = chunk.jobs
-        alone = any(job.answer is not None and _may_evaluate(environments, job) for job in jobs)
+        alone = any(
+            job.answer is not None and _may_evaluate(environments, (job.ref.environment, job.ref.version))
+            for job in jobs
+        )
         child: _Child | None = None
         try:
             if alone:
@@ -103,9 +115,8 @@ def _pass_on(incoming: int, outgoing: int, setup: Setup, environments: Environme
                 child.kill()
 
 
-def _may_evaluate(environments: Environments, job: Job) -> bool:
-    environment = environments.get((job.ref.environment, job.ref.version))
-    return getattr(environment, "evaluates", True)  # who does not say may
+def _may_evaluate(environments: Environments, name: tuple[str, str]) -> bool:
+    return getattr(environments.get(name), "evaluates", True)  # who does not say may
 
 
 class _Late(BaseException):

@@ -220,6 +220,23 @@ async def test_settings_that_take_for_ever_to_build_are_refused(
         await scorer.start()
 
 
+async def test_environments_that_evaluate_answers_are_refused_where_nothing_confines_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text(
+        "import node.isolation\nnode.isolation.isolate = lambda *given, **named: ('rlimits',)\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    compares, evaluates = (EnvironmentSpec(name, reasoning_gym_version(), 1, {}) for name in ("chain_sum", "countdown"))
+    scorer = Scorer([compares], deadline=1, memory_mb=512, clock=time.monotonic)
+    await scorer.start()
+    await scorer.close()
+    assert scorer.isolation == ("rlimits",)
+    scorer = Scorer([compares, evaluates], deadline=1, memory_mb=512, clock=time.monotonic)
+    with pytest.raises(ScorerError, match="countdown may evaluate answers as code, and this system offers neither"):
+        await scorer.start()
+
+
 async def test_answers_that_cannot_be_sent_score_zero(evaluating: Scorer) -> None:
     huge, many_bytes, surrogate, largest = await evaluating.score(
         [
