@@ -47,7 +47,7 @@ def caution(addresses: Sequence[str], announced: Sequence[str]) -> str:
     if not announced and any(Path(mark).exists() for mark in CONTAINER_MARKS):
         return (
             "these addresses are of this container, so nobody on another machine can use the invite ; "
-            "set SHOAL_NETWORK_ANNOUNCE=/ip4/HOST/tcp/PORT with the machine's own address and the published port, "
-            "then start the node again"
+            "set SHOAL_NETWORK_ANNOUNCE=/ip4/HOST/tcp/PORT with the machine's own address and the published port (for "
+            "Compose's coordinator SHOAL_COORDINATOR_ANNOUNCE), then start it again"
         )
     return ""

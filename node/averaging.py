@@ -208,7 +208,7 @@ def make_averaging(
     if find_spec("hivemind") is None:
         raise ModelError(
             "averaging.method = diloco needs the package hivemind, which is not installed; run "
-            "`pip install 'shoal[averaging]'`, or set averaging.method to none"
+            "`.venv/bin/pip install -e '.[averaging]'`, or set averaging.method to none"
         )
     assert isinstance(trainer, LocalTrainer)  # the settings allow no other
     masters = trainer.weights.masters

@@ -270,7 +270,7 @@ def _convert(gguf: Path, directory: Path) -> None:
         tokenizer.save_pretrained(directory)
     except ImportError as error:
         raise ModelError(
-            f"converting {gguf} needs the packages gguf and accelerate ({error}); run `pip install 'shoal[embedded]'`"
+            f"converting {gguf} needs gguf and accelerate ({error}); run `.venv/bin/pip install -e '.[embedded]'`"
         ) from error
     except OSError as error:
         raise ModelError(

@@ -35,7 +35,7 @@ DEADLINE = 1800.0
 async def compare(threads: int, machine: dict[str, Any]) -> dict[str, Any]:
     """A row a case; `ratio` is the peak with all weights over that of the case."""
     if importlib.util.find_spec("peft") is None:
-        raise BenchError("bench memory trains adapters, and peft is not installed ; pip install 'shoal[lora]'")
+        raise BenchError("bench memory trains adapters, and peft is not installed ; .venv/bin/pip install -e '.[lora]'")
     rows = [
         {"case": case, **await run_side("node.bench.memory", spec_of(threads, train=dict(train)), DEADLINE)}
         for case, train in CASES.items()

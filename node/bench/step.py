@@ -26,7 +26,7 @@ async def compare(threads: int, machine: dict[str, Any]) -> dict[str, Any]:
     try:
         trl = version("trl")
     except PackageNotFoundError:
-        raise BenchError("bench step compares with trl, which is not installed ; pip install 'shoal[trl]'") from None
+        raise BenchError("bench step compares with trl, which is missing ; .venv/bin/pip install -e '.[trl]'") from None
     spec = spec_of(threads, steps=STEPS)
     first = await run_side(OURS, spec, DEADLINE)
     dtype, probes = await _faster_type(threads)

@@ -145,7 +145,7 @@ def averaging(subject: Subject) -> list[Finding]:
     if settings.method == "none":
         return []
     if find_spec("hivemind") is None:
-        fix = "pip install 'shoal[averaging]', or set averaging.method to none"
+        fix = ".venv/bin/pip install -e '.[averaging]', or set averaging.method to none"
         return [fail("averaging", "hivemind is not installed", fix)]
     if not settings.peers:
         said = "averaging.peers names nobody: others must name this node (its address is in the events)"

@@ -62,7 +62,7 @@ class RayCluster:
         try:
             import ray
         except ImportError as error:
-            raise RayFailed(f"--large needs Ray ({error}); pip install 'shoal[ray]'") from error
+            raise RayFailed(f"--large needs Ray ({error}); .venv/bin/pip install -e '.[ray]'") from error
         try:
             ray.init(**options, log_to_driver=False, configure_logging=False, namespace=secrets.token_hex(8))
         except Exception as error:

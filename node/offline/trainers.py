@@ -59,7 +59,7 @@ class Outcome:
 def require_trl() -> None:
     """Raises OfflineError where TRL is not installed."""
     if find_spec("trl") is None:
-        raise OfflineError("offline training is done by trl, which is not installed ; pip install 'shoal[trl]'")
+        raise OfflineError("offline training is by trl, which is not installed ; .venv/bin/pip install -e '.[trl]'")
 
 
 def plain_copy(model: Any, weights: dict[str, torch.nn.Parameter]) -> Any:

@@ -37,7 +37,7 @@ def require_peft() -> None:
     """Raises ModelError where peft is not installed."""
     if find_spec("peft") is None:
         raise ModelError(
-            "train.lora_rank needs the package peft, which is not installed; run `pip install 'shoal[lora]'`, or set "
+            "train.lora_rank needs peft, which is not installed; run `.venv/bin/pip install -e '.[lora]'`, or set "
             "train.lora_rank to 0"
         )
 

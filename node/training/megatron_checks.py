@@ -24,7 +24,7 @@ def check_megatron(config: TrainConfig, directory: Path, *, gpus: int) -> None:
     if find_spec("megatron") is None:
         raise ModelError(
             "train.backend = megatron needs the package megatron-core, which is not installed; run "
-            "`pip install 'shoal[megatron]'`, or set train.backend to fsdp"
+            "`.venv/bin/pip install -e '.[megatron]'`, or set train.backend to fsdp"
         )
     model = checked_config(directory)
     check_architecture(model)

@@ -29,7 +29,7 @@ def check_optimizer(config: TrainConfig, device: torch.device) -> None:
     if find_spec("bitsandbytes") is None:
         raise ModelError(
             f"train.optimizer = {config.optimizer} needs the package bitsandbytes, which is not installed; run "
-            "`pip install 'shoal[gpu]'`, or set train.optimizer to adamw"
+            "`.venv/bin/pip install -e '.[gpu]'`, or set train.optimizer to adamw"
         )
 
 

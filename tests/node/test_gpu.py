@@ -191,7 +191,7 @@ async def test_rollouts_of_a_real_server_against_the_trainer(
     )
     setup = prepare(config, models_dir())
     if not setup.machine.vllm:
-        pytest.skip("no vllm program: pip install 'shoal[vllm]'")
+        pytest.skip("no vllm program: .venv/bin/pip install -e '.[vllm]'")
     bundle = load_model("embedded", device="cuda", dtype="bfloat16", models=models_dir())
     trainer = LocalTrainer(bundle, config.train, dumps=tmp_path)
     engine = make_engine(setup, config, bundle, device, home=tmp_path, peer_id="p" * 20, say=print)

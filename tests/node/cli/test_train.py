@@ -67,7 +67,7 @@ def test_errors_and_exit_codes(run: Run, home: Home, tmp_path: Path, monkeypatch
     monkeypatch.setattr("node.offline.trainers.find_spec", lambda name: None)
     missing = run(*start, "dpo", "--apply")
     assert missing.exit_code == 1
-    assert missing.stderr.endswith("trl, which is not installed\nFix: pip install 'shoal[trl]'\n")
+    assert missing.stderr.endswith("trl, which is not installed\nFix: .venv/bin/pip install -e '.[trl]'\n")
     monkeypatch.setattr("node.offline.run.require_trl", lambda: None)
     nowhere = run(*start, "dpo", "--json")
     assert nowhere.exit_code == 2

@@ -108,7 +108,7 @@ def test_kto_weighs_both_kinds_alike(wanted: int, unwanted: int, weights: tuple[
 
 def test_a_missing_trl_is_named_with_the_way_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("node.offline.trainers.find_spec", lambda name: None)
-    with pytest.raises(OfflineError, match=r"trl, which is not installed ; pip install 'shoal\[trl\]'"):
+    with pytest.raises(OfflineError, match=r"trl, which is not installed ; .venv/bin/pip install -e '.\[trl\]'"):
         require_trl()
 
 
