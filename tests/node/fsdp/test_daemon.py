@@ -1,4 +1,4 @@
-"""A whole node with a sharded trainer: it trains, goes on when a worker is killed, and leaves none behind."""
+"""A whole node with a sharded trainer: it trains, goes on when a worker or the node is killed, and leaves no worker behind."""
 
 import os
 import signal
@@ -25,12 +25,12 @@ threads = 1
 path = "{model}"
 dtype = "float32"
 [rollout]
-group_size = 4
+group_size = 8
 [train]
 shards = 2
-learning_rate = 1e-3
+learning_rate = 3e-4
 [swarm]
-own_groups = 3
+own_groups = 6
 foreign_groups = 0
 [network]
 listen = "/ip4/127.0.0.1/tcp/0"
@@ -57,6 +57,10 @@ def until(what: Callable[[], Any], process: "subprocess.Popen[bytes]", log: Path
         time.sleep(0.05)
 
 
+def hangs_in_update(now: dict[str, Any]) -> bool:
+    return now.get("stage") == "update" and now["stage_seconds"] > 2
+
+
 def workers_of(pid: int) -> list[psutil.Process]:
     return [
         child
@@ -65,9 +69,19 @@ def workers_of(pid: int) -> list[psutil.Process]:
     ]
 
 
+def started(home: Home, log: Path) -> "subprocess.Popen[bytes]":
+    with log.open("ab") as output:
+        return subprocess.Popen(
+            [sys.executable, "-m", "node", "--home", str(home.path), "up"],
+            stdout=output,
+            stderr=output,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+
+
 @pytest.mark.slow
 @pytest.mark.network
-def test_a_killed_worker_costs_time_and_a_killed_node_leaves_no_worker(
+def test_a_killed_worker_costs_time_and_a_killed_node_neither_a_worker_nor_an_update(
     tmp_path: Path, tiny_model: Callable[..., Path], evenness: EnvironmentSpec
 ) -> None:
     home = Home(tmp_path / "home")
@@ -75,13 +89,7 @@ def test_a_killed_worker_costs_time_and_a_killed_node_leaves_no_worker(
     home.found(make_manifest("sharded", time.time() - 60, (evenness,), epoch_seconds=86400))
     home.config_path.write_text(CONFIG.format(model=tiny_model("llama", ascii_only=True)))
     log = home.path / "console.log"
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "node", "--home", str(home.path), "up"],
-            stdout=output,
-            stderr=output,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
+    process = started(home, log)
     try:
         until(lambda: status(home)["step"] >= 2, process, log)
         before = workers_of(process.pid)
@@ -102,10 +110,23 @@ def test_a_killed_worker_costs_time_and_a_killed_node_leaves_no_worker(
         # what samples is what was trained, in every version: stale weights would be off by far more
         assert max(step["max_mismatch"] for step in done) < 1e-4
         assert sum(step["grad_norm"] > 0.01 for step in done) == len(done)
+        # amid an update, which waits for a worker that has stopped
+        after[0].send_signal(signal.SIGSTOP)
+        until(lambda: hangs_in_update(status(home)), process, log)
+        killed_at = status(home)["step"]
         process.send_signal(signal.SIGKILL)
         process.wait(10)
         psutil.wait_procs(after, timeout=20)
         assert not any(worker.is_running() for worker in after)
+        process = started(home, log)
+        until(lambda: status(home)["step"] >= killed_at + 2, process, log)
+        history = History(home.database, time.time)
+        told = [event["message"] for event in history.events(None, 50)]
+        done = history.steps(0, 1000)
+        history.close()
+        assert f"continues after step {killed_at + 1}" in told  # the update that was killed is in it
+        assert [step["step"] for step in done] == list(range(1, len(done) + 1))
+        assert max(step["max_mismatch"] for step in done) < 1e-4
     finally:
         process.kill()
         process.wait(10)
