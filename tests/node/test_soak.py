@@ -60,9 +60,9 @@ def test_a_node_is_measured_from_outside(tmp_path: Path) -> None:
 @pytest.mark.interop
 @pytest.mark.model
 def test_both_nodes_train_on_after_being_ended(tmp_path: Path) -> None:
-    found = soak(tmp_path, threads=1, seconds=280.0, restart_every=90.0)
+    found = soak(tmp_path, threads=1, seconds=350.0, restart_every=90.0)
 
-    # a busy machine may have one more before the time is over
+    # a node repeats what was journalled first, and a third one is ended before the time is over
     ended = [(one["node"], one["signal"]) for one in found["restarts"]]
     assert ended[:2] == [(1, "SIGKILL"), (2, "SIGKILL")]
     for number, node in enumerate(found["nodes"], 1):
