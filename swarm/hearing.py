@@ -15,6 +15,7 @@ from protocol.rules import Reason, Rejected, check_announcement
 from swarm.accounts import Accounts
 from swarm.experience import ExperienceStore
 from swarm.gate import culprits
+from swarm.newest import remember
 from swarm.pulling import MAX_WANTED
 from swarm.records import ANNOUNCED
 from swarm.wanted import Candidate
@@ -87,9 +88,7 @@ class Hearing:
         )
 
     def _refuse(self, name: bytes) -> None:
-        self._refused[name] = None
-        if len(self._refused) > MAX_REFUSED:
-            del self._refused[next(iter(self._refused))]
+        remember(self._refused, name, None, MAX_REFUSED)
 
     def want_again(self) -> None:
         """After a restart: what was announced and not pulled is still worth having."""
