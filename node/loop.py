@@ -58,9 +58,16 @@ class Loop:
     """Steps of one node. `run` returns when the step goal is reached or a stop was asked for.
 
     `leading`: its policy is published for followers. `following`: it takes another's policy, and trains nothing.
+    `unpaused`: cleared while no step may begin; None: all may.
     """
 
-    def __init__(self, parts: Parts, leading: Leading | None = None, following: Following | None = None) -> None:
+    def __init__(
+        self,
+        parts: Parts,
+        leading: Leading | None = None,
+        following: Following | None = None,
+        unpaused: asyncio.Event | None = None,
+    ) -> None:
         self.parts, self.leading, self.following = parts, leading, following
         self.own, self.foreign = OwnGroups(parts), ForeignGroups(parts, leading.followers if leading else None)
         self.evaluations = Evaluations(parts, self.foreign.share.judge)
@@ -74,8 +81,10 @@ class Loop:
         self.stop = threading.Event()
         self._next: Config | None = None
         """Settings from the next step on, where they are others."""
-        self.unpaused = asyncio.Event()
-        self.unpaused.set()
+        if unpaused is None:
+            unpaused = asyncio.Event()
+            unpaused.set()
+        self.unpaused = unpaused
 
     # -- life ------------------------------------------------------------------------------------------------
 

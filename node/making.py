@@ -112,6 +112,7 @@ async def make_parts(
             mark=model_mark(bundle),
             manifest=manifest.digest,
             psk=node.home.swarm().psk,
+            no_room=node.holding.no_room,
         )
     )
     engines: Sequence[TransformersEngine | VllmEngine]
