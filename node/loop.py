@@ -89,12 +89,11 @@ class Loop:
     # -- life ------------------------------------------------------------------------------------------------
 
     async def recover(self) -> None:
-        """Continue where the last process, or a lost trainer, stopped; until the trainer is not lost meanwhile."""
-        while True:
-            try:
-                return await self._recover()
-            except TrainerLost as lost:
-                await self._have_again(lost)
+        """Continue where the last process stopped, with a trainer that is lost meanwhile as well."""
+        try:
+            await self._recover()
+        except TrainerLost as lost:
+            await self._come_back(lost)
 
     async def _recover(self) -> None:
         """Newest good checkpoint, then the journalled updates after it."""
@@ -151,8 +150,7 @@ class Loop:
                 await self.step()
                 self._skips = self._losses = 0
             except TrainerLost as lost:
-                await self._have_again(lost)
-                await self.recover()  # the step in progress is in the journal: it is repeated, too
+                await self._come_back(lost)
             except StepSkipped as skipped:
                 self._skips += 1
                 p.history.event("warning", "step", f"step {p.trainer.step + 1} skipped: {skipped}")
@@ -167,11 +165,13 @@ class Loop:
             try:
                 return await ask()
             except TrainerLost as lost:
-                await self._have_again(lost)
-                await self.recover()
+                await self._come_back(lost)
 
-    async def _have_again(self, lost: TrainerLost) -> None:
-        """Start a lost trainer anew, after a pause that grows while no step is done. Raises what is for good."""
+    async def _come_back(self, lost: TrainerLost) -> None:
+        """Start a lost trainer anew, after a pause that grows while no step is done, and continue where it stopped.
+
+        The step in progress is in the journal: it is repeated, too. Raises what is for good.
+        """
         p = self.parts
         while True:
             self._losses += 1
@@ -185,7 +185,8 @@ class Loop:
             await self.own.rollouts.rounds.close()
             try:
                 async with p.progress.during("trainer"):
-                    return await p.device.run(lost.again)
+                    await p.device.run(lost.again)
+                return await self._recover()
             except TrainerLost as again:
                 lost = again
 
