@@ -10,7 +10,6 @@ import functools
 import hashlib
 import json
 import logging
-import os
 import shutil
 import tempfile
 import time
@@ -26,6 +25,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufCo
 from transformers.utils import logging as transformers_logging
 
 from node.attention import ATTENTION
+from node.home import sync
 from node.interfaces import FinishReason, Message
 from node.lean import make_lean
 from node.routing import Routing, find_routers
@@ -226,7 +226,8 @@ def make_once(target: Path, fill: Callable[[Path], None]) -> None:
         aside.chmod(0o755)
         for file in aside.iterdir():
             file.chmod(0o644)
-        _sync(aside)
+            sync(file)
+        sync(aside)
         try:
             aside.rename(target)
         except OSError:
@@ -276,15 +277,6 @@ def _convert(gguf: Path, directory: Path) -> None:
         raise ModelError(
             f"{directory}: writing the converted model failed ({error}); it takes 540 MB of disk"
         ) from error
-
-
-def _sync(directory: Path) -> None:
-    for path in (*directory.iterdir(), directory):
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
 
 
 # -- checks --------------------------------------------------------------------------------------------------
