@@ -83,11 +83,6 @@ class Discovery:
             if peer != transport.peer_id:
                 self._known[peer] = KnownPeer(address, is_bootstrap=True, last_seen=clock(), next_dial=0.0)
 
-    @property
-    def known(self) -> int:
-        """Peers known by now, connected or not."""
-        return len(self._known)
-
     def unreached(self) -> str:
         """How many were dialled in vain, and why, while nobody is connected; empty where that is not so."""
         tried = sum(known.failures > 0 for known in self._known.values())
