@@ -39,12 +39,10 @@ CAUTION = "averaging trusts other nodes with a share of this one's weights: what
 class Averaging:
     """The outer loop of one node. `begin`, `save` and what `round` computes run on the model thread."""
 
-    def __init__(self, trainer: LocalTrainer, averager: Averager, directory: Path) -> None:
-        """`directory`: of the home, for the own weights of a round."""
-        self.trainer, self.averager, self.directory = trainer, averager, directory
+    def __init__(self, trainer: LocalTrainer, averager: Averager, directory: Path, no_room: NoRoom) -> None:
+        """`directory`: of the home, for the own weights of a round. `no_room` is asked before each."""
+        self.trainer, self.averager, self.directory, self._no_room = trainer, averager, directory, no_room
         self.state: Outer | None = None
-        self.no_room: NoRoom | None = None
-        """Asked before each round, where somebody knows; None: nobody does."""
         self._tried = 0
         """Inner step of the last round that was tried."""
 
@@ -98,7 +96,7 @@ class Averaging:
     async def _ask_for_room(self, weights: int) -> None:
         """Raises NotAveraged where so many nodes' weights have no room."""
         size = weights * outer.BYTES * sum(master.numel() for master in self._masters.values())
-        if self.no_room is not None and (why := await self.no_room(size)):
+        if why := await self._no_room(size):
             raise NotAveraged(why)
 
     async def _step(self, p: "Parts", got: Contributions, own: Path, keep: Callable[[], Any]) -> bool:
@@ -195,7 +193,15 @@ def make_finding(parts: "Parts", *, closed: bool) -> AveragerFinding | None:
 
 
 def make_averaging(
-    trainer: object, config: Config, home: Home, history: History, *, mark: str, manifest: bytes, psk: bytes | None
+    trainer: object,
+    config: Config,
+    home: Home,
+    history: History,
+    *,
+    mark: str,
+    manifest: bytes,
+    psk: bytes | None,
+    no_room: NoRoom,
 ) -> Averaging | None:
     """Averaging as the settings have it, None where they have none. Raises ModelError.
 
@@ -227,4 +233,4 @@ def make_averaging(
     def say(level: str, message: str) -> None:
         history.event(level, "averaging", message)
 
-    return Averaging(trainer, Averager(setup, home.logs / "averaging.log", PROGRAM, say=say), directory)
+    return Averaging(trainer, Averager(setup, home.logs / "averaging.log", PROGRAM, say=say), directory, no_room)

@@ -23,8 +23,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import IO, Any
 
-from node.checkpoint import CheckpointStore, damage, sync
-from node.home import Home
+from node.checkpoint import CheckpointStore, damage
+from node.home import Home, sync
 from protocol.identity import Identity, IdentityError
 from swarm.database import copy_database
 

@@ -11,7 +11,6 @@ the same step.
 """
 
 import json
-import os
 import re
 import shutil
 import zlib
@@ -23,6 +22,7 @@ from typing import Any
 from safetensors import SafetensorError
 
 from node import journal
+from node.home import sync
 from node.journal import JournalRecord
 
 FILES, STATE, BEST = "files.json", "state.json", "best.json"
@@ -352,12 +352,3 @@ def _checksum(file: Path) -> int:
         while chunk := content.read(CHUNK):
             value = zlib.crc32(chunk, value)
     return value
-
-
-def sync(path: Path) -> None:
-    """Have what was written to a file, or renamed in a directory, on disk when this returns. Raises OSError."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

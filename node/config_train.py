@@ -68,7 +68,6 @@ class TrainConfig(Section):
         "gae",
         "turn_gae",
         "bilevel_gae",
-        "gigpo",
     ] = Field("grpo", description="advantage estimator; the gae ones train a critic")
     gamma: float = Field(1.0, gt=0, le=1, description="discount from token to token of reinforce_pp and gae")
     turn_gamma: float = Field(1.0, gt=0, le=1, description="discount from turn to turn of turn_gae and bilevel_gae")
@@ -175,11 +174,6 @@ class TrainConfig(Section):
                 "keeps them in 8; set train.optimizer to adamw, or train.shards to 1"
             )
         self._check_division()
-        if self.advantage == "gigpo":
-            raise ValueError(
-                "train.advantage = gigpo compares the turns of an episode, and every environment here has one turn, "
-                f"where it is twice grpo; set train.advantage to one of {others}, {', '.join(by_token)}"
-            )
         if self.loss == "gmpo" and self.advantage in by_token:
             raise ValueError(
                 f"train.loss = gmpo takes one advantage for a whole completion, which {self.advantage} does not give; "

@@ -238,17 +238,17 @@ class Daemon:
         self.scorer = make_scorer(manifest.environments, limits, crew=crew)
         async with self.progress.during("load"):
             engines, parts = await make_parts(self, manifest, self.scorer)
-        leading, following = make_leading(parts, self.identity, self.home), make_following(parts, self.home)
+        leading = make_leading(parts, self.identity, self.home)
+        following = make_following(parts, self.home, self.holding.unpaused, self.holding.no_room)
         teaching = make_teaching(parts)
         parts.teacher = parts.teacher or peer_teacher(parts)
-        self.loop = Loop(parts, leading, following)
+        self.loop = Loop(parts, leading, following, self.holding.unpaused)
         self.loop.change(self.config)  # it may have changed since the parts were made
         self.holding.steer(self.loop)
         self.exchange = parts.exchange
         services.create_task(self._told(parts.exchange.run()), name="exchange")
         if parts.averaging is not None:
             self.history.event("warning", "averaging", CAUTION)
-            parts.averaging.no_room = self.holding.no_room
             services.create_task(self._told(parts.averaging.averager.run()), name="averaging")
             if finding := make_finding(parts, closed=self.home.is_closed()):
                 services.create_task(self._told(finding.run()), name="averagers")
@@ -256,7 +256,7 @@ class Daemon:
         if leading is not None:
             services.create_task(self._told(leading.publisher.run()), name="policy")
         if following is not None:
-            services.create_task(self._told(following.run(self.loop.unpaused, self.holding.no_room)), name="policy")
+            services.create_task(self._told(following.run()), name="policy")
         if teaching is not None:
             services.create_task(self._told(teaching.run()), name="teaching")
         await start_engines(self, engines, parts, self.loop)

@@ -53,6 +53,8 @@ class Holding:
         self._progress, self._history, self._store, self._trained = progress, history, store, trained
         self._clock, self._zone = clock, zone
         self._loop: Loop | None = None
+        self.unpaused = asyncio.Event()
+        """Cleared while training is held."""
         self._person = _kept_pause(home / PAUSED)
         self._passed_over: dict[Holder, float] = {}
         self._disk: Disk | None = None
@@ -111,7 +113,6 @@ class Holding:
     def steer(self, loop: Loop) -> None:
         """The loop whose steps are held; it may be made long after the start."""
         self._loop = loop
-        self.decide()
 
     async def run(self) -> None:
         while True:
@@ -142,7 +143,7 @@ class Holding:
         self.decide()
 
     def decide(self) -> None:
-        """Hold the loop, or let it go on."""
+        """Hold training, or let it go on."""
         before = self._progress.hold
         held = self._progress.hold = self._person or limit_hold(
             self._limits,
@@ -159,11 +160,10 @@ class Holding:
                 self._history.event(level, "limits", f"training is held: {held.reason}{advice}")
             elif held is None and before is not None and before.by != "person":
                 self._history.event("info", "limits", "training goes on")
-        if self._loop is not None:
-            if held is None:
-                self._loop.unpaused.set()
-            else:
-                self._loop.unpaused.clear()
+        if held is None:
+            self.unpaused.set()
+        else:
+            self.unpaused.clear()
 
     # -- disk ------------------------------------------------------------------------------------------------
 

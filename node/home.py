@@ -100,11 +100,16 @@ def write_atomic(path: Path, content: bytes, mode: int = 0o644) -> None:
     except OSError:
         aside.unlink(missing_ok=True)
         raise
-    directory = os.open(path.parent, os.O_RDONLY)
+    sync(path.parent)
+
+
+def sync(path: Path) -> None:
+    """Have what was written to a file, or renamed in a directory, on disk when this returns. Raises OSError."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(directory)
+        os.fsync(descriptor)
     finally:
-        os.close(directory)
+        os.close(descriptor)
 
 
 class Home:

@@ -16,10 +16,9 @@ from typing import Any, BinaryIO, Literal, TextIO
 
 ROOMS = ("protocol", "swarm", "node", "web")
 FILE_BYTES = 10 * 1024 * 1024
+"""Also the most that is read from the end of a log: others than ours, as an engine's, have no bound."""
 FILES_KEPT = 5
 POLL_SECONDS = 0.25
-BLOCK_BYTES = 1 << 16
-"""Read from the end of a log at first: others than ours, as an engine's, have no bound."""
 
 LogFormat = Literal["text", "json"]
 
@@ -138,12 +137,8 @@ def last_lines(file: Path, log: BinaryIO, lines: int) -> list[str]:
 def end_of(log: BinaryIO, lines: int) -> tuple[list[str], bool]:
     """The last lines of a file of any size, which is left at its end, and whether they are looked for in all of it."""
     size = log.seek(0, os.SEEK_END)
-    content, wanted = b"", BLOCK_BYTES
-    while lines and len(content) < min(size, FILE_BYTES) and content.count(b"\n") <= lines:
-        log.seek(max(0, size - min(wanted, FILE_BYTES)))
-        content = log.read(size - log.tell())
-        wanted *= 2
-    log.seek(size)
+    log.seek(max(0, size - FILE_BYTES))
+    content = log.read(size - log.tell())
     whole = len(content) == size
     if not whole and b"\n" in content:
         content = content.partition(b"\n")[2]  # its first line lacks its beginning

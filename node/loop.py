@@ -58,9 +58,16 @@ class Loop:
     """Steps of one node. `run` returns when the step goal is reached or a stop was asked for.
 
     `leading`: its policy is published for followers. `following`: it takes another's policy, and trains nothing.
+    `unpaused`: cleared while no step may begin; None: all may.
     """
 
-    def __init__(self, parts: Parts, leading: Leading | None = None, following: Following | None = None) -> None:
+    def __init__(
+        self,
+        parts: Parts,
+        leading: Leading | None = None,
+        following: Following | None = None,
+        unpaused: asyncio.Event | None = None,
+    ) -> None:
         self.parts, self.leading, self.following = parts, leading, following
         self.own, self.foreign = OwnGroups(parts), ForeignGroups(parts, leading.followers if leading else None)
         self.evaluations = Evaluations(parts, self.foreign.share.judge)
@@ -74,18 +81,19 @@ class Loop:
         self.stop = threading.Event()
         self._next: Config | None = None
         """Settings from the next step on, where they are others."""
-        self.unpaused = asyncio.Event()
-        self.unpaused.set()
+        if unpaused is None:
+            unpaused = asyncio.Event()
+            unpaused.set()
+        self.unpaused = unpaused
 
     # -- life ------------------------------------------------------------------------------------------------
 
     async def recover(self) -> None:
-        """Continue where the last process, or a lost trainer, stopped; until the trainer is not lost meanwhile."""
-        while True:
-            try:
-                return await self._recover()
-            except TrainerLost as lost:
-                await self._have_again(lost)
+        """Continue where the last process stopped, with a trainer that is lost meanwhile as well."""
+        try:
+            await self._recover()
+        except TrainerLost as lost:
+            await self._come_back(lost)
 
     async def _recover(self) -> None:
         """Newest good checkpoint, then the journalled updates after it."""
@@ -142,8 +150,7 @@ class Loop:
                 await self.step()
                 self._skips = self._losses = 0
             except TrainerLost as lost:
-                await self._have_again(lost)
-                await self.recover()  # the step in progress is in the journal: it is repeated, too
+                await self._come_back(lost)
             except StepSkipped as skipped:
                 self._skips += 1
                 p.history.event("warning", "step", f"step {p.trainer.step + 1} skipped: {skipped}")
@@ -158,11 +165,13 @@ class Loop:
             try:
                 return await ask()
             except TrainerLost as lost:
-                await self._have_again(lost)
-                await self.recover()
+                await self._come_back(lost)
 
-    async def _have_again(self, lost: TrainerLost) -> None:
-        """Start a lost trainer anew, after a pause that grows while no step is done. Raises what is for good."""
+    async def _come_back(self, lost: TrainerLost) -> None:
+        """Start a lost trainer anew, after a pause that grows while no step is done, and continue where it stopped.
+
+        The step in progress is in the journal: it is repeated, too. Raises what is for good.
+        """
         p = self.parts
         while True:
             self._losses += 1
@@ -176,7 +185,8 @@ class Loop:
             await self.own.rollouts.rounds.close()
             try:
                 async with p.progress.during("trainer"):
-                    return await p.device.run(lost.again)
+                    await p.device.run(lost.again)
+                return await self._recover()
             except TrainerLost as again:
                 lost = again
 

@@ -9,7 +9,7 @@ from node.averaging import make_averaging
 from node.checkpoint import CheckpointStore
 from node.device import use_threads
 from node.engines.agreement import check_agreement
-from node.engines.choose import make_engines
+from node.engines.choose import make_engines, share_device
 from node.engines.transformers import TransformersEngine
 from node.engines.vllm import VllmEngine
 from node.home import models_dir
@@ -112,6 +112,7 @@ async def make_parts(
             mark=model_mark(bundle),
             manifest=manifest.digest,
             psk=node.home.swarm().psk,
+            no_room=node.holding.no_room,
         )
     )
     engines: Sequence[TransformersEngine | VllmEngine]
@@ -122,6 +123,7 @@ async def make_parts(
     else:
         assert large is not None
         engines = large.engines(config, bundle, node.device, node.starting)
+    share_device(node.device, engines)
     exchange = Exchange(
         node.transport,
         node.store,

@@ -10,11 +10,11 @@ import functools
 import hashlib
 import json
 import logging
-import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import Distribution, PackageNotFoundError, distribution
 from pathlib import Path
@@ -26,6 +26,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufCo
 from transformers.utils import logging as transformers_logging
 
 from node.attention import ATTENTION
+from node.checkpoint import failed_write
+from node.home import sync
 from node.interfaces import FinishReason, Message
 from node.lean import make_lean
 from node.routing import Routing, find_routers
@@ -215,26 +217,44 @@ def embedded_directory(models: Path) -> Path:
     return target
 
 
-def make_once(target: Path, fill: Callable[[Path], None]) -> None:
-    """Have a model's directory that `fill` writes. It is written aside, fsynced and renamed: a kill leaves nothing half
-    done, and two processes may do it at once. Raises what `fill` does, OSError."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    aside = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
-    try:
-        fill(aside)
-        # made private by mkdtemp and safetensors; one copy serves every user of a machine or an image
-        aside.chmod(0o755)
-        for file in aside.iterdir():
-            file.chmod(0o644)
-        _sync(aside)
+def make_once(target: Path, fill: Callable[[Path], None]) -> bool:
+    """Have a model's directory that `fill` writes; False: another process made one meanwhile, which stays.
+
+    It is written aside, fsynced and renamed: a kill leaves nothing half done. Raises what `fill` does, ModelError.
+    """
+    with writing(target):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        aside = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
         try:
-            aside.rename(target)
-        except OSError:
-            # another process was faster: its copy is the same
-            if not target.is_dir():
-                raise
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
+            fill(aside)
+            # made private by mkdtemp and safetensors; one copy serves every user of a machine or an image
+            aside.chmod(0o755)
+            for file in aside.iterdir():
+                file.chmod(0o644)
+                sync(file)
+            sync(aside)
+            try:
+                aside.rename(target)
+            except OSError:
+                if not target.is_dir():
+                    raise
+                return False
+        finally:
+            shutil.rmtree(aside, ignore_errors=True)
+    return True
+
+
+@contextmanager
+def writing(target: Path) -> Iterator[None]:
+    """Raises ModelError for what a full or failing disk has a model's files end in."""
+    try:
+        yield
+    except Exception as error:
+        if not failed_write(error):
+            raise
+        raise ModelError(
+            f"the model cannot be written into {target} ({error}) ; free some disk, and see that it may be written"
+        ) from error
 
 
 def embedded_target(models: Path) -> Path:
@@ -272,19 +292,6 @@ def _convert(gguf: Path, directory: Path) -> None:
         raise ModelError(
             f"converting {gguf} needs gguf and accelerate ({error}); run `.venv/bin/pip install -e '.[embedded]'`"
         ) from error
-    except OSError as error:
-        raise ModelError(
-            f"{directory}: writing the converted model failed ({error}); it takes 540 MB of disk"
-        ) from error
-
-
-def _sync(directory: Path) -> None:
-    for path in (*directory.iterdir(), directory):
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
 
 
 # -- checks --------------------------------------------------------------------------------------------------

@@ -56,13 +56,13 @@ class OwnGroups:
         # to a teacher there is something to learn from uniform groups too
         rounds = p.config.train.dynamic_rounds if p.teacher is None else 0
         async with p.progress.during("rollout"):
-            for _ in range(1 + rounds):
+            for further in range(1 + rounds):
                 missing, most = count - sum(rollout.informative for rollout in rollouts), count * (1 + rounds)
                 if missing <= 0 or len(rollouts) >= most:
                     break
                 wanted = self.informative.groups_for(missing, most - len(rollouts)) if rounds else missing
                 try:
-                    rollouts += await self._sample(wanted, tasks)
+                    rollouts += await self._sample(wanted, tasks, long=not further)
                 except StepSkipped as failed:
                     if not rollouts:
                         raise
@@ -80,10 +80,10 @@ class OwnGroups:
         takes = p.rounds.takes if p.rounds else lambda ref: True
         return self.position.take(p.manifest, p.peer_id, count, now, passed_over, takes)
 
-    async def _sample(self, count: int, tasks: Callable[[int], Sequence[Begun]]) -> list[Rollout]:
+    async def _sample(self, count: int, tasks: Callable[[int], Sequence[Begun]], *, long: bool) -> list[Rollout]:
         """`count` groups, of tasks begun before and of `tasks`."""
         try:
-            rollouts = await self.rollouts.take(count, tasks)
+            rollouts = await self.rollouts.take(count, tasks, long=long)
         except ScorerError as error:  # a machine out of breath, or of processes: the next step may go well
             raise StepSkipped(f"the scorer failed: {error}") from error
         except RequestTooLong as error:

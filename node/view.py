@@ -189,6 +189,7 @@ class DaemonView:
             "shoal_trained_foreign_total": status["groups"]["trained_foreign"],
             "shoal_trained_followers_total": status["groups"].get("trained_followers"),
             "shoal_policy_version": status["policy_version"],
+            "shoal_policy_skipped_total": _policy_skipped(self.node),
             "shoal_network_bytes_in_total": stats.bytes_in,
             "shoal_network_bytes_out_total": stats.bytes_out,
             "shoal_network_dropped_events_total": stats.dropped_events,
@@ -239,6 +240,11 @@ def _step(loop: "Loop | None", last: int) -> int:
     if loop.following is None and loop.saved is None:
         return max(loop.parts.trainer.step, last)
     return max(loop.parts.trainer.step, loop.saved or 0)
+
+
+def _policy_skipped(node: "Daemon") -> int | None:
+    leading = node.loop.leading if node.loop is not None else None
+    return leading.publisher.skipped if leading is not None else None
 
 
 def _policy_version(node: "Daemon") -> int | None:

@@ -7,7 +7,7 @@ bounds what one producer fills of a batch.
 """
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 
@@ -27,7 +27,6 @@ __all__ = [
     "check_budget",
     "check_group",
     "check_informative",
-    "check_installed",
     "check_rewards",
     "is_informative",
     "producer_quota",
@@ -39,9 +38,6 @@ MAX_TEXT_BYTES_PER_TOKEN = 128
 _announcement_decoder = msgspec.msgpack.Decoder(Announcement)
 _group_decoder = msgspec.msgpack.Decoder(RolloutGroup)
 
-Environments = Collection[tuple[str, str]]
-"""(name, version) of every environment this node can regenerate and score."""
-
 
 def check_announcement(
     raw: bytes, manifest: Manifest, now: float, *, banned: Callable[[str], bool]
@@ -49,8 +45,7 @@ def check_announcement(
     """Rules 1-6 for a sealed announcement, whoever forwarded it, as far as nodes of a swarm judge them alike. `now` in
     unix seconds.
 
-    Whether its group is known already is for the caller to ask: hearing of a group twice is no offence. So is whether
-    this node can score its task (`check_installed`): what it lacks, others may have, and it is relayed.
+    Whether its group is known already is for the caller to ask: hearing of a group twice is no offence.
     """
     opened = unseal(raw, Domain.announcement, max_bytes=MAX_ANNOUNCEMENT_BYTES, now=now)
     try:
@@ -87,12 +82,6 @@ def check_announcement(
     return opened, announcement
 
 
-def check_installed(task: TaskRef, environments: Environments) -> None:
-    """Rule 6 for what this node has: it pulls and admits no group that it could not score."""
-    if (task.environment, task.version) not in environments:
-        raise Rejected(Reason.unknown_environment, f"{task.environment} {task.version} is not installed here")
-
-
 def check_group(
     raw: bytes,
     manifest: Manifest,
@@ -100,7 +89,6 @@ def check_group(
     *,
     producer: str,
     announced: Announcement,
-    environments: Environments,
     seen: Callable[[bytes], bool],
     banned: Callable[[str], bool],
 ) -> tuple[Opened, RolloutGroup]:
@@ -131,7 +119,6 @@ def check_group(
     if seen(opened.digest):
         raise Rejected(Reason.replayed, f"group {opened.digest.hex()[:16]} was admitted before")
     _check_task(group.task, group.epoch, producer, manifest)
-    check_installed(group.task, environments)
     if (group.task, group.epoch, len(group.completions)) != (announced.task, announced.epoch, announced.completions):
         raise Rejected(Reason.malformed, "task, epoch or number of completions differ from the announcement")
     return opened, group

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from protocol.rules import Reason, Rejected
 from swarm.bans import Bans
 from swarm.database import StoreError
+from swarm.newest import remember
 from swarm.reputation import Reputation
 from swarm.transport import Transport
 
@@ -111,8 +112,5 @@ class Accounts:
         now = self._clock()
         if now - self._told.get((kind, about), -math.inf) < QUIET_SECONDS:
             return
-        self._told.pop((kind, about), None)
-        self._told[kind, about] = now
-        if len(self._told) > MAX_QUIET:
-            del self._told[next(iter(self._told))]
+        remember(self._told, (kind, about), now, MAX_QUIET)
         self._on_event(kind, message)

@@ -2,7 +2,7 @@
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 from protocol.manifest import Manifest
 from protocol.messages import Announcement
@@ -24,11 +24,7 @@ SCORE_ATTEMPTS = 3
 SCORE_RETRY_SECONDS = 1.0
 
 Rescore = Callable[[RolloutGroup], Awaitable[Sequence[Scored]]]
-"""One score per completion, computed here. May raise UnknownEnvironment, ScoringUnavailable, or Rejected itself."""
-
-
-class UnknownEnvironment(Exception):
-    """This node cannot regenerate the group's task."""
+"""One score per completion, computed here. May raise ScoringUnavailable, or Rejected itself."""
 
 
 class ScoringUnavailable(Exception):
@@ -45,11 +41,10 @@ class Admission:
         rescore: Rescore,
         clock: Callable[[], float],
         *,
-        environments: Collection[tuple[str, str]],
         banned: Callable[[str], bool],
     ) -> None:
         self._store, self._manifest, self._rescore, self._clock = store, manifest, rescore, clock
-        self._environments, self._banned = environments, banned
+        self._banned = banned
 
     async def judge(self, body: bytes, announced: Announcement, producer: str, expires: float) -> GroupRecord:
         """The verdict on a body that was pulled by `producer`'s announcement, which expires at `expires`.
@@ -68,7 +63,6 @@ class Admission:
                 now,
                 producer=producer,
                 announced=announced,
-                environments=self._environments,
                 seen=self._store.has_group,
                 banned=self._banned,
             )
@@ -106,8 +100,6 @@ class Admission:
                 async with asyncio.timeout(SCORE_SECONDS):
                     scores = tuple(await self._rescore(group))
                 break
-            except UnknownEnvironment as error:
-                raise Rejected(Reason.unknown_environment, str(error)) from error
             except (ScoringUnavailable, TimeoutError) as error:
                 if attempt == SCORE_ATTEMPTS:
                     raise ScoringUnavailable(str(error) or f"no answer within {SCORE_SECONDS:.0f} s") from error

@@ -2,6 +2,8 @@
 
 from collections.abc import Callable
 
+from swarm.newest import remember
+
 MAX_PEERS = 1024
 """Buckets kept, those of the peers that asked last. Far more than can be connected at a time."""
 
@@ -34,10 +36,7 @@ class Allowance:
     def spend(self, peer: str, amount: float) -> None:
         """Take off so much, whatever is left."""
         left, now = self._now(peer)
-        self._left.pop(peer, None)
-        while len(self._left) >= MAX_PEERS:
-            del self._left[next(iter(self._left))]
-        self._left[peer] = (left - amount, now)
+        remember(self._left, peer, (left - amount, now), MAX_PEERS)
 
     def take(self, peer: str) -> bool:
         """Take one, if there is one."""

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from protocol.board import MAX_MEMBERS
 from swarm.access import Access
+from swarm.newest import remember
 from swarm.reports import Reports
 
 PRESENT_SECONDS = 150.0
@@ -37,10 +38,7 @@ class Attendance:
     def saw(self, peer: str) -> None:
         if not (peer in self._coordinators or self._access.takes_part(peer)):
             return
-        self._seen.pop(peer, None)
-        self._seen[peer] = self._clock()
-        if len(self._seen) > 2 * MAX_MEMBERS:
-            del self._seen[next(iter(self._seen))]
+        remember(self._seen, peer, self._clock(), 2 * MAX_MEMBERS)
 
     def last_seen(self, peer: str) -> float:
         """Unix seconds; -inf: never."""

@@ -18,6 +18,7 @@ from protocol.rejection import Reason, Rejected
 from swarm.accounts import Accounts
 from swarm.allowance import Allowance
 from swarm.averaging import Averager
+from swarm.newest import remember
 from swarm.transport import Busy, Transport, TransportError
 
 log = logging.getLogger(__name__)
@@ -96,10 +97,7 @@ class AveragerFinding:
         self._asked.update(dict.fromkeys(due, now))
         for peer, place in zip(due, await asyncio.gather(*map(self._ask, due)), strict=True):
             if place is not None:
-                self.places.pop(peer, None)
-                self.places[peer] = address_of(connections[peer].host, place)
-        while len(self.places) > MAX_PLACES:
-            del self.places[next(iter(self.places))]
+                remember(self.places, peer, address_of(connections[peer].host, place), MAX_PLACES)
         if self.places != before:
             log.info("averagers of other nodes: %s", " ".join(self.places.values()))
             self._averager.meet(tuple(self.places.values()))

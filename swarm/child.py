@@ -7,8 +7,12 @@ from typing import IO
 
 HIDDEN = ("SHOAL_", "SSH_AUTH_SOCK")
 """Beginnings of variables that they have no business with: the passphrase of the identity is one."""
-# TOKENIZERS_PARALLELISM and vLLM's *_TOKENS_* are none
-SECRETS = re.compile(r"TOKEN(?!S_|IZERS_)|SECRET|PASS|KEY|CREDENTIAL", re.IGNORECASE)
+# TOKENIZERS_PARALLELISM and vLLM's *_TOKENS and *_TOKEN_THRESHOLD are none; a word may be run together with another
+SECRETS = re.compile(
+    r"TOKEN_?\d*$"
+    r"|(^|_)((API|ACCESS|TOKEN)?KEYS?|PASS|CREDENTIALS?|[^_]*(SECRETS?|PASSWORDS?|PASSWD|PASSPHRASE))\d*(_|$)",
+    re.IGNORECASE,
+)
 """Variables whose values are taken for secrets, whoever reads them."""
 LOG_BYTES = 16 << 20
 

@@ -7,7 +7,7 @@ that a peer sends or fails to send ends the service: it is counted, with its rea
 
 import asyncio
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -21,7 +21,7 @@ from protocol.rollout import RolloutGroup
 from protocol.rules import Reason, Rejected, check_group
 from swarm.access import Access
 from swarm.accounts import Accounts
-from swarm.admission import Admission, Rescore, ScoringUnavailable, UnknownEnvironment
+from swarm.admission import Admission, Rescore, ScoringUnavailable
 from swarm.experience import ExperienceStore, StoreError
 from swarm.fetch import FetchFailed, fetch_manifest
 from swarm.gate import AnnouncementGate
@@ -34,7 +34,7 @@ from swarm.rounds import Following
 from swarm.serving import Serving
 from swarm.transport import Message, OversizeRequest, PeerConnected, Transport, TransportError
 
-__all__ = ["Exchange", "FetchFailed", "ScoringUnavailable", "UnknownEnvironment", "announcement_of", "fetch_manifest"]
+__all__ = ["Exchange", "FetchFailed", "ScoringUnavailable", "announcement_of", "fetch_manifest"]
 
 PULLERS = 4
 HEALERS = 2
@@ -52,9 +52,8 @@ TIDY_SECONDS = 60.0
 class Exchange:
     """The service between a node's loop and its swarm. `run` serves until cancelled; `publish` may be called any time.
 
-    `rescore` regenerates a group's task in this node's scorer. `environments` are the (name, version) pairs that
-    this node can score; None: all of the manifest. `on_event(kind, message)` is told what people should see.
-    `following` and `access`: of a swarm with coordinators, their log and who may take part.
+    `rescore` regenerates a group's task in this node's scorer. `on_event(kind, message)` is told what people should
+    see. `following` and `access`: of a swarm with coordinators, their log and who may take part.
     """
 
     def __init__(
@@ -70,16 +69,12 @@ class Exchange:
         request_timeout: float = 20.0,
         pool_target: int = POOL_TARGET,
         seed: int = 0,
-        environments: Collection[tuple[str, str]] | None = None,
         on_event: Callable[[str, str], None] = lambda kind, message: None,
         following: Following | None = None,
         access: Access | None = None,
     ) -> None:
         self.transport, self.store, self.manifest = transport, store, manifest
         self._identity, self._clock, self._timeout = identity, clock, request_timeout
-        if environments is None:
-            environments = [(spec.name, spec.version) for spec in manifest.environments]
-        self._environments = frozenset(environments)
         self.reputation = Reputation(store, clock)
         self._following, self._access = following, access
         if following is not None:
@@ -87,7 +82,7 @@ class Exchange:
         self._rounds_topic = rounds_topic(manifest.digest)
         self.accounts = Accounts(transport, self.reputation, clock, on_event, access.bans if access else None)
         self._gate = AnnouncementGate(manifest, clock, banned=self._barred)
-        admission = Admission(store, manifest, rescore, clock, environments=self._environments, banned=self._barred)
+        admission = Admission(store, manifest, rescore, clock, banned=self._barred)
         self._puller = Puller(
             transport,
             store,
@@ -107,7 +102,6 @@ class Exchange:
             self.accounts,
             self._puller.want,
             clock,
-            environments=self._environments,
             banned=self._barred,
         )
         self._healer = Healer(
@@ -160,7 +154,6 @@ class Exchange:
             now,
             producer=me,
             announced=announcement,
-            environments=self._environments,
             seen=lambda digest: False,
             banned=lambda peer: False,
         )

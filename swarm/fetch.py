@@ -15,6 +15,7 @@ from protocol.messages import (
     BatchRequest,
     ManifestRequest,
 )
+from swarm.newest import remember
 from swarm.transport import AnswerTooLarge, Busy, Transport, TransportError
 
 MAX_REQUESTS = 6
@@ -162,16 +163,10 @@ class Fetcher:
         return problem
 
     def _shun(self, peer: str) -> None:
-        self._failed_at.pop(peer, None)
-        self._failed_at[peer] = self._clock()
-        if len(self._failed_at) > MAX_SHUNNED:
-            del self._failed_at[next(iter(self._failed_at))]
+        remember(self._failed_at, peer, self._clock(), MAX_SHUNNED)
 
     def _let_wait(self, peer: str, seconds: float) -> None:
-        self._busy_until.pop(peer, None)
-        self._busy_until[peer] = self._clock() + seconds
-        if len(self._busy_until) > MAX_SHUNNED:
-            del self._busy_until[next(iter(self._busy_until))]
+        remember(self._busy_until, peer, self._clock() + seconds, MAX_SHUNNED)
 
     def wait(self, peer: str) -> float:
         """Seconds that the peer asked to wait and that are not over; 0: ask."""

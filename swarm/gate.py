@@ -2,9 +2,6 @@
 
 Runs where the transport calls it, maybe in another thread: it touches nothing but its own counters and what it was
 given. What it found is handed over by `drain`, to be counted against the peers at fault.
-
-What this node lacks only itself (an environment that the manifest names, but that is not installed here) is relayed:
-else nodes that know different environments would cut a swarm's gossip in two.
 """
 
 from collections import deque

@@ -6,15 +6,16 @@ no reputation, because a node that lost its database in a power cut, or was rest
 of its epoch anew and cannot know what it announced before.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 
 from protocol.envelope import digest_of
 from protocol.manifest import Manifest
 from protocol.messages import Announcement
-from protocol.rules import Reason, Rejected, check_announcement, check_installed
+from protocol.rules import Reason, Rejected, check_announcement
 from swarm.accounts import Accounts
 from swarm.experience import ExperienceStore
 from swarm.gate import culprits
+from swarm.newest import remember
 from swarm.pulling import MAX_WANTED
 from swarm.records import ANNOUNCED
 from swarm.wanted import Candidate
@@ -35,11 +36,10 @@ class Hearing:
         want: Callable[[Candidate], None],
         clock: Callable[[], float],
         *,
-        environments: Collection[tuple[str, str]],
         banned: Callable[[str], bool],
     ) -> None:
         self._me, self._store, self._manifest, self._accounts = me, store, manifest, accounts
-        self._want, self._clock, self._environments = want, clock, environments
+        self._want, self._clock = want, clock
         self._reputation, self._banned = accounts.reputation, banned
         self._refused: dict[bytes, None] = {}
 
@@ -68,12 +68,7 @@ class Hearing:
                 return False
             self._reputation.record(producer, ANNOUNCED, announcement.model)
         self._accounts.counters.heard += 1
-        try:
-            check_installed(announcement.task, self._environments)
-        except Rejected as rejected:  # others may have it: it is passed on, and not pulled
-            self._accounts.offence(rejected, producer)
-        else:
-            self._want(Candidate(announcement, producer, opened.expires, forwarder))
+        self._want(Candidate(announcement, producer, opened.expires, forwarder))
         return True
 
     def _first_for(self, announcement: Announcement, producer: str) -> bytes | None:
@@ -93,9 +88,7 @@ class Hearing:
         )
 
     def _refuse(self, name: bytes) -> None:
-        self._refused[name] = None
-        if len(self._refused) > MAX_REFUSED:
-            del self._refused[next(iter(self._refused))]
+        remember(self._refused, name, None, MAX_REFUSED)
 
     def want_again(self) -> None:
         """After a restart: what was announced and not pulled is still worth having."""
@@ -103,7 +96,6 @@ class Hearing:
         for sealed in reversed(self._store.announcements.live(now, MAX_WANTED)):
             try:
                 opened, announcement = check_announcement(sealed, self._manifest, now, banned=self._banned)
-                check_installed(announcement.task, self._environments)
             except Rejected:  # it was judged when it came; banned since, or of another swarm
                 continue
             if opened.producer != self._me:

@@ -7,6 +7,7 @@ from multiaddr import Multiaddr
 
 from swarm.hearsay import Reach, host_of
 from swarm.libp2p_addresses import ADDRESSES_PER_PEER, without_peer
+from swarm.newest import remember
 
 MAX_GIVEN = 256
 Resolve = Callable[[str], Awaitable[list[str]]]
@@ -33,9 +34,7 @@ class DialGate:
         """The owner of this node named this address."""
         text = str(without_peer(address))
         self.known.include(host_of(text))
-        self._given[text] = None
-        if len(self._given) > MAX_GIVEN:
-            del self._given[next(iter(self._given))]
+        remember(self._given, text, None, MAX_GIVEN)
 
     def allows(self, address: Multiaddr) -> bool:
         text = str(without_peer(address))

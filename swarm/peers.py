@@ -11,6 +11,7 @@ import random
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+from swarm.backing_off import pause_after
 from swarm.transport import Transport, TransportError
 
 DIAL_SECONDS = 10.0
@@ -34,7 +35,6 @@ class KnownPeer:
     is_bootstrap: bool
     last_seen: float
     next_dial: float
-    back_off: float = FIRST_BACK_OFF
     failures: int = 0
     """Dials that failed since it was connected."""
     is_stranger: bool = False
@@ -83,11 +83,6 @@ class Discovery:
             if peer != transport.peer_id:
                 self._known[peer] = KnownPeer(address, is_bootstrap=True, last_seen=clock(), next_dial=0.0)
 
-    @property
-    def known(self) -> int:
-        """Peers known by now, connected or not."""
-        return len(self._known)
-
     def unreached(self) -> str:
         """How many were dialled in vain, and why, while nobody is connected; empty where that is not so."""
         tried = sum(known.failures > 0 for known in self._known.values())
@@ -114,7 +109,7 @@ class Discovery:
             if known is None:
                 # It dialled us. The transport keeps its address, so its id is enough to dial it when it is lost.
                 known = self._known[peer] = KnownPeer(f"/p2p/{peer}", is_bootstrap=False, last_seen=now, next_dial=0.0)
-            known.last_seen, known.next_dial, known.back_off = now, 0.0, FIRST_BACK_OFF
+            known.last_seen, known.next_dial = now, 0.0
             known.failures, known.is_stranger = 0, False
         if connected != self._connected:
             self._next_lookup, self._lookup_gap = now, self._tick
@@ -186,5 +181,5 @@ class Discovery:
                 self.last_error = None
             return
         known.failures += 1
-        known.next_dial = self._clock() + known.back_off * self._random.uniform(0.75, 1.25)
-        known.back_off = min(LONGEST_BACK_OFF, known.back_off * 2)
+        pause = pause_after(known.failures, FIRST_BACK_OFF, LONGEST_BACK_OFF)
+        known.next_dial = self._clock() + pause * self._random.uniform(0.75, 1.25)

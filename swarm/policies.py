@@ -173,12 +173,6 @@ class PolicyServing:
     ) -> None:
         self._store, self._leader, self._accounts, self._refused = store, leader, accounts, refused
         self._allowance = Allowance(PIECES_RATE, PIECES_BURST, clock)
-        self.bytes_out = 0
-
-    @property
-    def turned_away(self) -> int:
-        """Requests that were answered with `wait`."""
-        return self._allowance.refused
 
     def serve_on(self, transport: Transport) -> None:
         transport.serve(POLICY_PROTOCOL, self.head, max_request=MAX_REQUEST_BYTES)
@@ -201,9 +195,7 @@ class PolicyServing:
         piece = await asyncio.to_thread(self._store.read, request.piece)
         # all of it was read and hashed, whatever is sent: an offset near its end must not make that free
         self._allowance.spend(peer, len(piece))
-        answer = piece[request.offset :]
-        self.bytes_out += len(answer)
-        return answer
+        return piece[request.offset :]
 
     def _charge(self, peer: str) -> None:
         if self._refused(peer):

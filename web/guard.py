@@ -20,6 +20,7 @@ log = logging.getLogger(__name__)
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 Credential = Literal["token", "session"]
+SHOWN = web.RequestKey[Credential | None]("credential")
 
 LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "[::1]"})
 HOST = re.compile(r"(\[[0-9a-f:.]{2,45}\]|[a-z0-9](?:[a-z0-9._-]{0,252}))(?::[0-9]{1,5})?", re.ASCII)
@@ -70,7 +71,13 @@ class Guard:
             return error_answer(500, "the daemon failed to answer", "see `shoal logs`, and report the traceback")
 
     def credential(self, request: web.Request) -> Credential | None:
-        """What the client has shown. A wrong token is not made good by a cookie. Raises Refused (401)."""
+        """What the client has shown, looked at once: that keeps its session alive. Raises Refused (401)."""
+        if SHOWN not in request:
+            request[SHOWN] = self._shown(request)
+        return request[SHOWN]
+
+    def _shown(self, request: web.Request) -> Credential | None:
+        """A wrong token is not made good by a cookie."""
         header = request.headers.get("Authorization")
         if header is not None:
             scheme, _, given = header.partition(" ")

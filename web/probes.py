@@ -28,6 +28,7 @@ HELP = {
     "shoal_network_dropped_publishes_total": "Announcements dropped because a queue was full",
     "shoal_peers": "Connected peers",
     "shoal_resident_bytes": "Resident memory of the daemon",
+    "shoal_policy_skipped_total": "Versions not published because the one before was still being written",
     "shoal_policy_version": "Version of the policy that is published for followers, or followed",
     "shoal_reward": "Mean reward of the last step",
     "shoal_round": "Number of the coordinator's present round, where there is a coordinator",

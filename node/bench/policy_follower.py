@@ -82,6 +82,8 @@ async def follow(spec: Mapping[str, Any], say: Say, directory: Path) -> None:
             request_timeout=20.0,
             poll_seconds=POLL_SECONDS,
         )
+        unpaused = asyncio.Event()
+        unpaused.set()
         # what arrives is timed on its way to the one that takes it
         following = Following(
             store,
@@ -89,10 +91,10 @@ async def follow(spec: Mapping[str, Any], say: Say, directory: Path) -> None:
             DTYPE,
             directory / "following.json",
             lambda take, may_take: make_puller(arrived=timed(take), may_take=may_take),
+            unpaused,
+            room_for_all,
         )
-        unpaused = asyncio.Event()
-        unpaused.set()
-        running = asyncio.create_task(following.run(unpaused, room_for_all))
+        running = asyncio.create_task(following.run())
         say({"ready": True})
         await asyncio.to_thread(sys.stdin.readline)
         running.cancel()

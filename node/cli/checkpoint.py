@@ -91,20 +91,20 @@ def export(session: Session, name: str, directory: Path, adapters: bool) -> None
     adapted = (entry.path / ADAPTER_SETTINGS).exists()
     if adapters and not adapted:
         raise ExportRefused(f"{entry.path} has whole weights and no adapters ; export it without --adapters")
-    aside = directory.with_name(f".{directory.name}.part")
-    try:
-        shutil.rmtree(aside, ignore_errors=True)  # of an export that was killed
-        aside.mkdir(parents=True)
-        with working(session) as say:
+    with working(session) as say:
+        say("loading torch and transformers")
+        from node.models import make_once
+
+        def fill(aside: Path) -> None:
             if adapted and not adapters:
                 say("adding the adapters to the model that they are of")
                 merge_into_base(session, entry.path, aside)
             else:
                 say(f"copying into {directory}")
                 copy(entry.path, aside, leave=(BEST, FILES, STATE, *TRAINER_FILES))
-        aside.rename(directory)
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
+
+        if not make_once(directory, fill):
+            raise ExportRefused(f"{directory} is there already ; give a new directory")
     if session.as_json:
         emit({"step": entry.step, "path": str(directory.absolute())})
     elif adapters:

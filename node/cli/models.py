@@ -47,17 +47,19 @@ def export(session: Session, directory: str, untied: bool) -> None:
     with working(session) as say:
         say("loading torch and transformers")
         from node.engines.choose import export_weights
-        from node.models import load_model
+        from node.models import load_model, writing
 
         say(f"loading the model ({settings.path})")
         bundle = load_model(settings.path, device="cpu", dtype="bfloat16", models=models_dir())
         say(f"writing into {target}")
-        target.mkdir(parents=True, exist_ok=True)
-        with TemporaryDirectory(prefix=".export-", dir=target) as aside:  # what else is in the target is none of ours
-            export_weights(bundle, Path(aside), untied=untied)
-            for file in Path(aside).iterdir():
-                file.chmod(0o644)  # the server may run as another user
-                file.replace(target / file.name)
+        with writing(target):
+            target.mkdir(parents=True, exist_ok=True)
+            # what else is in the target is none of ours
+            with TemporaryDirectory(prefix=".export-", dir=target) as aside:
+                export_weights(bundle, Path(aside), untied=untied)
+                for file in Path(aside).iterdir():
+                    file.chmod(0o644)  # the server may run as another user
+                    file.replace(target / file.name)
     if session.as_json:
         emit({"model": str(target)})
     else:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -71,10 +71,25 @@ def make_engine(
         root = root.with_name(f"{root.name}-{number}")
     transfer = make_transfer(config, bundle, device, machine, root)
     address = server.address if server is not None else Address(engine.url)
-    client = VllmClient(address, LINE_BYTES + (longest_field(bundle.routing, bundle.context) if bundle.routing else 0))
-    made = VllmEngine(client, bundle, device, transfer, engine, server=server, sleep=sleep, say=say, alone=alone)
-    device.make_room = made.rest
-    return made
+    client = client_of(address, bundle)
+    return VllmEngine(client, bundle, device, transfer, engine, server=server, sleep=sleep, say=say, alone=alone)
+
+
+def client_of(address: Address, bundle: ModelBundle) -> VllmClient:
+    """A client of a server of this model, which reads lines as long as its choices of experts may be."""
+    return VllmClient(address, LINE_BYTES + (longest_field(bundle.routing, bundle.context) if bundle.routing else 0))
+
+
+def share_device(device: Device, engines: Sequence[TransformersEngine | VllmEngine]) -> None:
+    """Have servers that take memory of the device give it back before each of its jobs."""
+    served = [engine for engine in engines if isinstance(engine, VllmEngine)]
+
+    async def rest() -> None:
+        for engine in served:
+            await engine.rest()
+
+    if served:
+        device.make_room = rest
 
 
 def as_sampled(bundle: ModelBundle, config: Config) -> ModelBundle:
@@ -119,14 +134,6 @@ def make_engines(
             alone=not config.engine.others,
         )
         engines.append(made)
-    served = [engine for engine in engines if isinstance(engine, VllmEngine)]
-    if len(served) > 1:
-
-        async def rest() -> None:
-            for engine in served:
-                await engine.rest()
-
-        device.make_room = rest
     return engines
 
 

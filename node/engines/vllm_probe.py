@@ -38,14 +38,11 @@ class MissingFlag(EngineSetupError):
 class ServerFacts:
     """What a server said of itself."""
 
-    version: str
     served: str
     """Where it took its model from."""
     context: int
     """Longest prompt and answer together, in tokens."""
     dtype: str
-    concurrency: int
-    """Samples it decodes together at most."""
     logprobs_mode: str
     sleep_mode: bool
     transfer: str
@@ -177,11 +174,9 @@ def _facts(version: str, info: Any) -> ServerFacts:
         config = info["vllm_config"]
         model = config["model_config"]
         return ServerFacts(
-            version=version,
             served=str(model["model"]),
             context=int(model["max_model_len"]),
             dtype=str(model["dtype"]).removeprefix("torch."),
-            concurrency=int(config["scheduler_config"]["max_num_seqs"]),
             logprobs_mode=str(model["logprobs_mode"]),
             sleep_mode=bool(model["enable_sleep_mode"]),
             transfer=str((config["weight_transfer_config"] or {}).get("backend", "")),

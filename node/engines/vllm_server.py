@@ -96,7 +96,6 @@ class VllmServer:
         self.plan = plan
         self.directory = Path(tempfile.mkdtemp(prefix="shoal-vllm-"))  # short: a socket's path has 107 bytes
         self.address = Address("http://vllm", str(self.directory / "socket"))
-        self.starts = 0
         self._process: asyncio.subprocess.Process | None = None
         self._pauses = Pauses()
 
@@ -133,7 +132,6 @@ class VllmServer:
                 env=environment(os.environ, self.plan.environment),
                 start_new_session=True,
             )
-        self.starts += 1
 
     async def died(self) -> str:
         """Wait until the process ends; why, with the end of its log."""

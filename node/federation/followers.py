@@ -11,6 +11,7 @@ from node.rollouts import Rollout, train_group
 from protocol.policy import claimed_version
 from protocol.rejection import Reason, Rejected
 from swarm.experience import StoreError
+from swarm.newest import remember
 from swarm.records import PoolEntry
 
 if TYPE_CHECKING:
@@ -75,9 +76,8 @@ class Followers:
                 log.warning("groups of followers are left out: %s", problem)
                 chosen = [(entry, rollout) for entry, rollout in chosen if entry.digest not in groups]
             else:
-                self._passed.update(dict.fromkeys(groups.keys() - bad.keys()))
-        while len(self._passed) > MAX_PASSED:
-            del self._passed[next(iter(self._passed))]
+                for digest in groups.keys() - bad.keys():
+                    remember(self._passed, digest, None, MAX_PASSED)
         for entry, _ in chosen:
             if entry.digest in bad:
                 self._withdraw(entry, bad[entry.digest])

@@ -71,7 +71,10 @@ class Version:
 
 
 class Following:
-    """What a follower does in place of training. Used from the loop's task; `puller` runs beside it."""
+    """What a follower does in place of training. Used from the loop's task; `puller` runs beside it.
+
+    While `unpaused` is cleared it only learns of new versions, and pulls none.
+    """
 
     def __init__(
         self,
@@ -80,6 +83,8 @@ class Following:
         dtype: Weights,
         position: Path,
         make_puller: Callable[[Arrived, MayTake], PolicyPuller],
+        unpaused: asyncio.Event,
+        no_room: NoRoom,
     ) -> None:
         self._store, self._trainer, self._dtype, self._position_path = store, trainer, dtype, position
         self._shapes: Shapes = {name: tuple(p.shape) for name, p in trainer.model.named_parameters()}
@@ -94,8 +99,7 @@ class Following:
         self._made: Path | None = None
         """What is being written."""
         self._rounds = 0
-        self._unpaused: asyncio.Event | None = None
-        self._no_room: NoRoom | None = None
+        self._unpaused, self._no_room = unpaused, no_room
         self.puller = make_puller(self.arrived, self._may_take)
         self.last: Pulled | None = None
         self._taken_up: dict[str, Any] | None = None
@@ -120,16 +124,13 @@ class Following:
 
     # -- beside the loop -------------------------------------------------------------------------------------
 
-    async def run(self, unpaused: asyncio.Event, no_room: NoRoom) -> None:
-        """Learn of new versions and have them on disk, until cancelled; only learn while `unpaused` is cleared."""
-        self._unpaused, self._no_room = unpaused, no_room
+    async def run(self) -> None:
+        """Learn of new versions and have them on disk, until cancelled."""
         await asyncio.to_thread(self._store.verify)
         await self.puller.run()
 
     async def _may_take(self, records: Sequence[PolicyRecord], size: int | None) -> None:
         """A pause and a full disk hold pulling up; what it will take, with the file made of it, must have room."""
-        assert self._unpaused is not None
-        assert self._no_room is not None
         await self._unpaused.wait()
         if size is not None:
             files = 1 + (records[0].base is None and len(records) > 1)  # a whole is written, and then changed

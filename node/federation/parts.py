@@ -1,5 +1,6 @@
 """Makes what a leader and a follower have besides other nodes, from the settings."""
 
+import asyncio
 import functools
 
 from node.config_types import PEER
@@ -11,6 +12,7 @@ from node.federation.publishing import Publisher
 from node.federation.spot_check import SpotCheck
 from node.federation.teaching import PeerTeacher, Teaching
 from node.home import Home
+from node.limits import NoRoom
 from node.parts import Parts, model_mark
 from protocol.identity import Identity
 from swarm.policies import PolicyServing, PolicyStore
@@ -47,7 +49,7 @@ def make_leading(parts: Parts, identity: Identity, home: Home) -> Leading | None
     return Leading(publisher, Followers(p, publisher, SpotCheck(publisher, p.bundle, identity)))
 
 
-def make_following(parts: Parts, home: Home) -> Following | None:
+def make_following(parts: Parts, home: Home, unpaused: asyncio.Event, no_room: NoRoom) -> Following | None:
     """What follows a leader, and serves others that do; None where nobody is followed."""
     p, settings = parts, parts.config.federation
     if not settings.follow:
@@ -75,6 +77,8 @@ def make_following(parts: Parts, home: Home) -> Following | None:
         settings.dtype,
         home.path / "following.json",
         lambda arrived, may_take: make_puller(arrived=arrived, may_take=may_take),
+        unpaused,
+        no_room,
     )
     _serve(store, settings.follow, p)
     return following

@@ -6,7 +6,6 @@ The format (github.com/huggingface/safetensors): u64 little-endian length of a J
 import hashlib
 import json
 import math
-import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,8 +18,8 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from node.checkpoint import sync
 from node.federation.changes import Changes
+from node.home import sync
 from protocol.policy import Weights
 
 MAX_HEADER_BYTES = 16 << 20
@@ -136,8 +135,7 @@ def write_whole(pieces: Iterator[bytes], path: Path, shapes: Shapes, dtype: Weig
         with aside.open("wb") as file:
             for piece in pieces:
                 file.write(piece)
-            file.flush()
-            os.fsync(file.fileno())
+        sync(aside)
         if WeightsFile(aside, shapes, dtype).digest() != state:
             raise BadWeights("the whole is not the weights that were announced")
         aside.replace(path)

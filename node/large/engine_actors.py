@@ -72,7 +72,6 @@ class RayServer:
         self._pauses = Pauses()
         self._actor: Any = None
         self._end: asyncio.Future[str] | None = None
-        self.starts = 0
         self.pid: int | None = None
         """Of the server, on its machine."""
 
@@ -108,7 +107,6 @@ class RayServer:
         host, port, self.pid = started
         await self._near.point(host, port, secret)
         self._end = asyncio.ensure_future(self._watch(self._actor))
-        self.starts += 1
         log.info("engine %d is process %d on %s (log: %s)", self._bundle.number + 1, self.pid, host, plan.log_path)
 
     async def _watch(self, actor: Any) -> str:

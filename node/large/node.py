@@ -13,9 +13,8 @@ import torch
 
 from node.config import Config, LimitsConfig
 from node.device import Device
-from node.engines.choose import as_sampled, export_weights, server_plan, unties
+from node.engines.choose import as_sampled, client_of, export_weights, server_plan, unties
 from node.engines.vllm import VllmEngine
-from node.engines.vllm_client import LINE_BYTES, VllmClient
 from node.engines.vllm_transfer import FileTransfer
 from node.engines.vllm_weights import WeightFiles
 from node.hardware import EngineChoice, Gpu, Machine
@@ -31,7 +30,6 @@ from node.large.trainer_actors import RayLauncher
 from node.memory_plan import LARGEST_SHARE, SPARE
 from node.model_shape import model_shape
 from node.models import ModelBundle, compute_dtype, model_directory
-from node.routing import longest_field
 from node.training.megatron_checks import check_megatron
 from node.training.workers import Kind, WorkerPlan
 from protocol.manifest import EnvironmentSpec
@@ -164,17 +162,10 @@ class LargeNode:
         def wait(told: str) -> None:  # the same of all engines, which wait at the same time
             say(f"waiting for {len(placement.engines)} vLLM engines that Ray placed (logs: {logs})")
 
-        made = [
+        return [
             self._engine(config, bundle, device, wait, room, self._machine(hosts[room.node]), weights, group)
             for room, group in zip(placement.engines, self._engines, strict=True)
         ]
-
-        async def rest() -> None:
-            for engine in made:
-                await engine.rest()
-
-        device.make_room = rest
-        return made
 
     def _machine(self, host: Host) -> Machine:
         """A host, as what an engine's arguments are made for."""
@@ -210,9 +201,7 @@ class LargeNode:
             seconds=self.planned.cluster.ray.start_seconds,
             devices=(lambda: _gpus_of(launcher, room.shares)) if room.shares else None,
         )
-        line = LINE_BYTES + (longest_field(bundle.routing, bundle.context) if bundle.routing else 0)
-        client = VllmClient(server.address, line)
-        transfer = FileTransfer(weights, device)
+        client, transfer = client_of(server.address, bundle), FileTransfer(weights, device)
         alone = len(self.planned.placement.engines) == 1
         return VllmEngine(
             client, bundle, device, transfer, config.engine, server=server, sleep=sleep, say=say, alone=alone

@@ -361,10 +361,10 @@ def _fix(hosts: Sequence[Host], cluster: Cluster, needs: Needs) -> str:
     """What to change, with the number that would do where one number does it."""
     if not hosts:
         return "start Ray on some machine: ray start --head"
-    short = [*_fix_of_cpus(hosts, cluster)]
+    of_cpus = _fix_of_cpus(hosts, cluster)
     if not needs.on_gpu:
-        short = short or ["lower trainer.workers, engines.number or the cpus of parts, or use a smaller model"]
-        return f"{short[0]}; or add machines to Ray"
+        fewer = "lower trainer.workers, engines.number or the cpus of parts, or use a smaller model"
+        return f"{of_cpus or fewer}; or add machines to Ray"
     largest = max((host.gpu_bytes for host in hosts if host.gpus), default=0)
     if largest and needs.trainer.bytes > largest:
         return (
@@ -373,6 +373,7 @@ def _fix(hosts: Sequence[Host], cluster: Cluster, needs: Needs) -> str:
         )
     if largest and needs.engine.bytes > largest:
         return f"raise engines.gpus: {needs.engine.bytes / GB:.1f} GB on each GPU are more than {largest / GB:.1f} GB"
+    short = [of_cpus] if of_cpus else []
     gpus = sum(host.gpus for host in hosts)
     wanted = cluster.trainer.workers + cluster.engines.number * cluster.engines.gpus
     auto = "" if cluster.layout == "auto" else ", set layout to auto"
@@ -387,11 +388,12 @@ def _fix(hosts: Sequence[Host], cluster: Cluster, needs: Needs) -> str:
     return f"{'; '.join(short)}; or add machines to Ray"
 
 
-def _fix_of_cpus(hosts: Sequence[Host], cluster: Cluster) -> Iterator[str]:
-    """What to change where all machines together have too few CPUs."""
+def _fix_of_cpus(hosts: Sequence[Host], cluster: Cluster) -> str:
+    """What to change where all machines together have too few CPUs; empty: they have enough."""
     trainer, engines, rewards = cluster.trainer, cluster.engines, cluster.rewards
     there = sum(host.cpus for host in hosts)
     wanted = trainer.workers * trainer.cpus + engines.number * engines.cpus + rewards.workers * rewards.cpus
-    if wanted > there:
-        keys = "rewards.workers, rewards.cpus, trainer.cpus" if rewards.workers else "trainer.cpus"
-        yield f"lower {keys} or engines.cpus: all parts take {wanted:g} CPUs, and there are {there:g}"
+    if wanted <= there:
+        return ""
+    keys = "rewards.workers, rewards.cpus, trainer.cpus" if rewards.workers else "trainer.cpus"
+    return f"lower {keys} or engines.cpus: all parts take {wanted:g} CPUs, and there are {there:g}"

@@ -8,7 +8,7 @@ import asyncio
 import functools
 import logging
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -81,7 +81,8 @@ class RewardCrew:
         self._cluster, self._group, self._environments, self._limits = cluster, group, tuple(environments), limits
         self._in_flight = in_flight
         self._lanes = [_Lane(bundle) for bundle in bundles]
-        self._turn = asyncio.Condition()
+        self._changed = asyncio.Event()
+        """Somebody who waits may have room now."""
         self._own_waiting = 0
         self._tasks: set[asyncio.Task[None]] = set()
         self._closed = False
@@ -120,8 +121,7 @@ class RewardCrew:
             ray_cluster.kill(actor)
             raise ScorerError(answer.why)
         lane.actor = actor
-        async with self._turn:
-            self._turn.notify_all()
+        self._changed.set()
         measures: tuple[str, ...] = answer.isolation
         return measures
 
@@ -162,7 +162,7 @@ class RewardCrew:
                 return list(done)
             finally:
                 held.clear()
-                await self._give(lane)
+                self._give(lane)
             if attempt < TRIES:
                 held.append(await self._take(foreign))
         raise ScorerError(f"{TRIES} reward workers failed over the same {len(jobs)} answers; see `ray status`")
@@ -176,16 +176,17 @@ class RewardCrew:
         """Room at the least busy actor. Raises ScorerError when none comes in the time that a start may take."""
         self._own_waiting += not foreign
         try:
-            async with asyncio.timeout(self._cluster.section.start_seconds + self._seconds(CHUNK_JOBS)), self._turn:
-                await self._turn.wait_for(lambda: self._free() is not None and not (foreign and self._own_waiting))
-                lane = self._free()
-                assert lane is not None
+            async with asyncio.timeout(self._cluster.section.start_seconds + self._seconds(CHUNK_JOBS)):
+                while (lane := self._free()) is None or (foreign and self._own_waiting):
+                    self._changed.clear()
+                    await self._changed.wait()
                 lane.busy += 1
                 return lane, lane.actor
         except TimeoutError as error:
             raise ScorerError("no reward worker has room or can be started; see `ray status`") from error
         finally:
             self._own_waiting -= not foreign
+            self._changed.set()
 
     def _free(self) -> _Lane | None:
         free = [lane for lane in self._lanes if lane.actor is not None and lane.busy < self._in_flight]
@@ -194,12 +195,11 @@ class RewardCrew:
     def _leave(self, held: "list[tuple[_Lane, Any]]", _: "asyncio.Task[list[Done]]") -> None:
         """Give back what a task holds that was cancelled before its first instruction."""
         for lane, _actor in held:
-            self._beside(self._give(lane))
+            self._give(lane)
 
-    async def _give(self, lane: _Lane) -> None:
+    def _give(self, lane: _Lane) -> None:
         lane.busy -= 1
-        async with self._turn:
-            self._turn.notify_all()
+        self._changed.set()
 
     # -- trouble -----------------------------------------------------------------------------------------------
 
@@ -212,10 +212,7 @@ class RewardCrew:
         self._past_restarts += lane.restarts + 1
         lane.restarts = 0
         ray_cluster.kill(actor)
-        self._beside(self._again(lane))
-
-    def _beside(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(work)
+        task = asyncio.create_task(self._again(lane))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 

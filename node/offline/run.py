@@ -28,7 +28,7 @@ from node.home import Home, NoSwarm, models_dir
 from node.loop import Loop
 from node.memory_plan import check_fit
 from node.model_shape import model_shape
-from node.models import ModelBundle, load_model, model_directory
+from node.models import ModelBundle, load_model, make_once, model_directory
 from node.offline.examples import Labelled, OfflineError, Pair, labelled, preference_pairs, to_imitate
 from node.offline.sources import Source, from_environments, from_experience
 from node.offline.trainers import Course, Method, Outcome, plain_copy, require_trl, train
@@ -49,6 +49,7 @@ log = logging.getLogger(__name__)
 
 SCRATCH = "offline"
 """Directory in the home that TRL may use; nothing in it is kept."""
+TAKEN = "{} is there already ; give a new directory"
 LEARNING_RATES: Mapping[Method, float] = {"dpo": 5e-6, "kto": 5e-6, "sft": 1e-5}
 THRESHOLDS: Mapping[Method, float] = {"dpo": 0.0, "kto": 0.5, "sft": 1.0}
 
@@ -112,7 +113,7 @@ def check(order: Order) -> None:
             " --from-experience"
         )
     if order.output is not None and order.output.exists():
-        raise BadOrder(f"{order.output} is there already ; give a new directory")
+        raise BadOrder(TAKEN.format(order.output))
     if order.output is not None and not order.output.absolute().parent.is_dir():
         raise BadOrder(f"{order.output.absolute().parent} is no directory ; make it first")
 
@@ -167,7 +168,8 @@ class _Offline:
                 "checkpoint": None,
             }
             if order.output is not None:
-                await self.device.run(_write, trainer.export, order.output)
+                if not await self.device.run(make_once, order.output, trainer.export):
+                    raise BadOrder(TAKEN.format(order.output))
                 report["output"] = str(order.output.absolute())
             if order.apply:
                 report["checkpoint"] = await self._apply(loop, trainer, report)
@@ -325,15 +327,3 @@ class _Offline:
             f" {before['mean']:.3f} -> {after['mean']:.3f}; the optimizer starts anew",
         )
         return trainer.step
-
-
-def _write(export: Callable[[Path], None], target: Path) -> None:
-    """Write a model directory aside and rename it: it is whole or not there."""
-    aside = target.with_name(f".{target.name}.part")
-    shutil.rmtree(aside, ignore_errors=True)
-    try:
-        aside.mkdir()
-        export(aside)
-        aside.rename(target)
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)

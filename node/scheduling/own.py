@@ -46,8 +46,9 @@ class OwnRollouts:
         self.bundle, self.scorer, self.config = bundle, scorer, config
         self.rounds = Rounds(engine, plan_of(config.rollout), self._prepare)
 
-    async def take(self, count: int, tasks: Callable[[int], Sequence[Begun]]) -> list[Rollout]:
-        """`count` scored groups, in the order they were begun; `tasks` are the next ones to begin.
+    async def take(self, count: int, tasks: Callable[[int], Sequence[Begun]], *, long: bool = True) -> list[Rollout]:
+        """`count` scored groups, in the order they were begun; `tasks` are the next ones to begin, and `long` as in
+        `Rounds.take`.
 
         Raises ScorerError, RequestTooLong, and what else the engine raises. What was begun then stays for the next
         call, but a task that cannot be regenerated, or is too long for the model, would fail every call to come: those
@@ -56,8 +57,8 @@ class OwnRollouts:
         rounds = self.rounds
         taken: list[Begun] = []
         try:
-            rounds.begin(tasks(rounds.missing(count)))
-            taken = await rounds.take(count)
+            rounds.begin(tasks(rounds.missing(count, long=long)))
+            taken = await rounds.take(count, long=long)
             if rounds.plan.policy == "asynchronous":
                 rounds.begin(tasks(rounds.missing(count, ahead=True)))
                 await rounds.ahead()

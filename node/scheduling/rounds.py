@@ -106,23 +106,23 @@ class Rounds:
         """Tokens sampled for nothing so far: too stale, or left over from a short round."""
         self._places = 0
         self._finished = 0
-        self._step = 0, 0
-        """The engine's version, and the most groups asked for with it: a step's further rounds (dynamic sampling) ask
-        for fewer."""
         self._flights: set[asyncio.Task[None]] = set()
         self._landed = asyncio.Event()
         self._trouble: Exception | None = None
 
     # -- beginning ---------------------------------------------------------------------------------------------
 
-    def missing(self, count: int, *, ahead: bool = False) -> int:
-        """How many new tasks to begin for a step of `count` groups; `ahead`: to be sampled while it is trained."""
+    def missing(self, count: int, *, ahead: bool = False, long: bool = True) -> int:
+        """How many new tasks to begin for a step of `count` groups; `ahead`: to be sampled while it is trained.
+
+        `long`: as in `take`.
+        """
         plan = self.plan
         if plan.policy == "synchronous":
             return max(0, count - len(self.begun))
         provision = math.ceil(count * plan.over_provision)
         if plan.policy == "tail":
-            if self._is_long_round(count):
+            if long and self._enough_long(count):
                 return 0
             return max(0, provision - sum(not one.long for one in self.begun))
         # never more than can all be taken before they are too stale: what is sent ahead misses this version's step
@@ -134,16 +134,15 @@ class Rounds:
             self._places += 1
             self.begun.append(task)
 
-    def _is_long_round(self, count: int) -> bool:
-        version, size = self._step
-        size = max(size, count) if version == self.engine.version else count
-        self._step = self.engine.version, size
-        return sum(one.long for one in self.begun) >= count >= size
+    def _enough_long(self, count: int) -> bool:
+        return sum(one.long for one in self.begun) >= count
 
     # -- taking ------------------------------------------------------------------------------------------------
 
-    async def take(self, count: int) -> list[Begun]:
+    async def take(self, count: int, *, long: bool = True) -> list[Begun]:
         """The finished groups of a step, in the order they were begun; they are begun no longer.
+
+        `long`: they may be the long ones (`tail`). A step's further rounds, which ask for few, leave these alone.
 
         The policy about to be trained is the engine's version. Raises what `prepare` and the engine raise; whatever
         fails or is cancelled leaves what was begun in place.
@@ -152,7 +151,7 @@ class Rounds:
         if self.plan.policy == "asynchronous":
             chosen = await self._land(count)
         else:
-            chosen = await self._work(self._working(count), count)
+            chosen = await self._work(self._working(count, long), count)
         self.begun = [one for one in self.begun if one not in chosen]
         return chosen
 
@@ -169,12 +168,12 @@ class Rounds:
         if self.plan.policy == "asynchronous":
             await self._launch()
 
-    def _working(self, count: int) -> list[Begun]:
+    def _working(self, count: int, long: bool) -> list[Begun]:
         """What this step works on."""
         if self.plan.policy == "synchronous":
             return self.begun[:count]
         if self.plan.policy == "tail":
-            long_round = self._is_long_round(count)
+            long_round = long and self._enough_long(count)
             working = [one for one in self.begun if one.long == long_round]
             return working[:count] if long_round else working
         return list(self.begun)

@@ -7,8 +7,9 @@ that only other processes hold. torch.distributed.checkpoint would pickle its me
 (hf_storage) wants a folder of its own and a pass over all files for the layout that inference loads.
 """
 
+import functools
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 
-from node.checkpoint import CheckpointError
+from node.checkpoint import CheckpointError, failed_write
 from node.models import ModelBundle
 from node.training.optimizers import kind_of, moments_of, restore_moments
 
@@ -61,19 +62,31 @@ def save_optimizer(
     if kind == "adamw8bit":
         save_file(moments_of(optimizer, weights), directory / MOMENTS_8BIT)
     else:
-        failed: Exception | None = None
-        for file, key in ((FIRST_MOMENTS, "exp_avg"), (SECOND_MOMENTS, "exp_avg_sq")):
-            # after a failed write, too: the other processes take part in bringing rows together
+
+        def write(file: str, key: str) -> None:
             moments = {name: _rows(optimizer.state[w][key]) for name, w in weights.items() if w in optimizer.state}
             path = directory / numbered(file, rank, count)
-            try:
-                save_file({name: rows for name, rows in moments.items() if len(rows)}, path)
-            except (OSError, SafetensorError) as error:
-                failed = failed or error
-        if failed is not None:
-            raise failed
+            save_file({name: rows for name, rows in moments.items() if len(rows)}, path)
+
+        both = (FIRST_MOMENTS, "exp_avg"), (SECOND_MOMENTS, "exp_avg_sq")
+        write_all(functools.partial(write, file, key) for file, key in both)
     if rank == 0:
         (directory / TRAINER).write_text(json.dumps(counts if count == 1 else {**counts, "processes": count}))
+
+
+def write_all(writes: Iterable[Callable[[], None]]) -> None:
+    """Do all of them, also after a failed write, which is raised at the end: other processes wait for this one's part
+    in each."""
+    failed: Exception | None = None
+    for write in writes:
+        try:
+            write()
+        except Exception as error:
+            if not failed_write(error):
+                raise
+            failed = failed or error
+    if failed is not None:
+        raise failed
 
 
 def numbered(file: str, number: int, count: int) -> str:

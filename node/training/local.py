@@ -18,7 +18,6 @@ from typing import Any, Literal
 import torch
 
 from node.batching import MicroBatch, micro_batches
-from node.checkpoint import failed_write
 from node.config_train import TrainConfig
 from node.interfaces import Batch, Interrupted, StepSkipped, TrainGroup, UpdateStats
 from node.memory import out_of_memory
@@ -348,20 +347,8 @@ class LocalTrainer:
     # -- files -------------------------------------------------------------------------------------------------
 
     def save(self, directory: Path) -> None:
-        """Write what `export` does, and the optimizer, into an existing empty directory.
-
-        What fails is raised at the end: other processes may wait for this one's part in the optimizer's files.
-        """
-        failed: Exception | None = None
-        for write in (self.export, self._save_optimizer):
-            try:
-                write(directory)
-            except Exception as error:
-                if not failed_write(error):
-                    raise
-                failed = failed or error
-        if failed is not None:
-            raise failed
+        """Write what `export` does, and the optimizer, into an existing empty directory."""
+        files.write_all(functools.partial(write, directory) for write in (self.export, self._save_optimizer))
         if self.critic is not None and self.ranks.rank == 0:
             self.critic.save(directory)
 

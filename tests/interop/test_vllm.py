@@ -263,7 +263,6 @@ async def test_a_killed_server_loses_no_token_and_is_started_again(
     os.kill(first, signal.SIGKILL)
     groups = await task
     assert "was ended by SIGKILL" in told[0]
-    assert engine.server.starts == 2
     assert engine.server.pid != first
     assert sum(len(sample.token_ids) for sample in kept) >= 40
     whole = [sample for group in groups.values() for sample in group.samples]

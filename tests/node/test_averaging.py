@@ -69,12 +69,20 @@ def make(tmp_path: Path, tiny_model: Callable[..., Path]) -> Iterator[Callable[.
         trainer = LocalTrainer(bundle, TrainConfig(learning_rate=1e-3, warmup_steps=0), dumps=place / "dumps")
         history = History(place / "node.db", time.time)
         histories.append(history)
-        averaging = Averaging(trainer, Others(place / "averaging"), place / "averaging")  # type: ignore[arg-type]
+        asked: list[int] = []
+
+        async def no_room(size: int) -> str:
+            asked.append(size)
+            return node.lacks
+
+        others: Any = Others(place / "averaging")
+        averaging = Averaging(trainer, others, place / "averaging", no_room)
         config = Config.model_validate({"averaging": {"method": "diloco", "every": 2}})
-        return SimpleNamespace(
+        node = SimpleNamespace(
             trainer=trainer, averaging=averaging, history=history, device=device, config=config, place=place,
-            checkpoints=SimpleNamespace(base=0), progress=Progress(time.time, 60.0),
+            checkpoints=SimpleNamespace(base=0), progress=Progress(time.time, 60.0), asked_room=asked, lacks="",
         )  # fmt: skip
+        return node
 
     yield made
     device.close()
@@ -140,17 +148,12 @@ async def test_a_round_and_its_checkpoint_each_have_the_deadline_of_a_stage(make
 
 
 async def test_a_round_without_room_is_not_begun(make: Callable[..., Any]) -> None:
-    node, asked = make(), list[int]()
-
-    async def no_room(size: int) -> str:
-        asked.append(size)
-        return "it takes 9 MB of disk, and limits.disk_mb leaves 0; raise it"
-
+    node = make()
     node.averaging.begin(None)
     node.trainer.update(batch(1))
-    node.averaging.no_room = no_room
+    node.lacks = "it takes 9 MB of disk, and limits.disk_mb leaves 0; raise it"
     assert await node.averaging.round(node, lambda: pytest.fail("there is nothing to keep")) is False
-    assert asked == [2 * 4 * len(flat(node))]  # of two nodes, in float32
+    assert node.asked_room == [2 * 4 * len(flat(node))]  # of two nodes, in float32
     assert node.averaging.averager.asked == 0
     assert told(node) == [
         "no outer step after step 1: it takes 9 MB of disk, and limits.disk_mb leaves 0; raise it; going on alone"
@@ -235,7 +238,7 @@ async def test_a_restart_goes_on_from_the_outer_step_bit_for_bit(make: Callable[
 def test_without_hivemind_it_says_what_to_install(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("node.averaging.find_spec", lambda name: None)
     history: Any = None
-    arguments: Any = {"mark": "m", "manifest": b"", "psk": None}
+    arguments: Any = {"mark": "m", "manifest": b"", "psk": None, "no_room": None}
     assert make_averaging(None, Config(), home, history, **arguments) is None
     config = Config.model_validate({"averaging": {"method": "diloco"}})
     with pytest.raises(ModelError, match=r"pip install 'shoal\[averaging\]'"):

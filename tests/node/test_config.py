@@ -18,7 +18,7 @@ LEADER = Identity.from_seed(bytes(32)).peer_id
     ("settings", "parts"),
     [
         ({"advantage": "gea"}, ["train.advantage = 'gea'", "one of grpo, dr_grpo, rloo, opo, gdpo, reinforce_pp"]),
-        ({"advantage": "gigpo"}, ["gigpo", "has one turn", "set train.advantage to one of grpo", "bilevel_gae"]),
+        ({"advantage": "gigpo"}, ["train.advantage = 'gigpo'", "one of grpo, dr_grpo, rloo", "bilevel_gae"]),
         (
             {"loss": "gmpo", "advantage": "gae"},
             ["gmpo", "which gae does not give", "reinforce_pp_baseline", "soft_gate"],

@@ -13,7 +13,7 @@ from node.config import Config
 from node.config_train import TrainConfig
 from node.device import Device
 from node.engines.agreement import check_agreement
-from node.engines.choose import make_engine
+from node.engines.choose import make_engine, share_device
 from node.engines.vllm import VllmEngine
 from node.home import models_dir
 from node.interfaces import Batch, TrainGroup, TrainSequence
@@ -196,6 +196,7 @@ async def test_rollouts_of_a_real_server_against_the_trainer(
     trainer = LocalTrainer(bundle, config.train, dumps=tmp_path)
     engine = make_engine(setup, config, bundle, device, home=tmp_path, peer_id="p" * 20, say=print)
     assert isinstance(engine, VllmEngine)
+    share_device(device, [engine])
     kinds = ["bfloat16", *([quantization] if quantization != "none" else [])]
     try:
         await engine.start()

@@ -10,7 +10,7 @@ import torch
 
 from node.config import Config
 from node.device import Device
-from node.engines.choose import make_engine, server_plan
+from node.engines.choose import make_engine, server_plan, share_device
 from node.engines.transformers import TransformersEngine
 from node.engines.vllm import VllmEngine
 from node.engines.vllm_probe import EngineSetupError
@@ -273,13 +273,16 @@ def test_the_engine_that_is_made(tiny_model: Callable[[str], Path], tmp_path: Pa
         setup = Setup(machine, choice, plan)
         return make_engine(setup, settings, bundle, device, home=tmp_path, peer_id="x" * 30, say=print)
 
-    assert isinstance(make(config(), CPU), TransformersEngine)
-    assert device.make_room is None
+    own = make(config(), CPU)
+    assert isinstance(own, TransformersEngine)
     engine = make(config(engine={"url": "http://gpu-server:8000"}), CPU)
     assert isinstance(engine, VllmEngine)
     assert engine.server is None
     assert str(engine.client.address) == "http://gpu-server:8000"
     assert engine.overlaps
+    share_device(device, [own])
+    assert device.make_room is None
+    share_device(device, [engine])
     assert device.make_room is not None
     with pytest.raises(EngineSetupError, match=r"no program 'vllm'; pip install vllm"):
         make(config(rollout={"engine": "vllm"}), CPU)

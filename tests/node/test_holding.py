@@ -35,17 +35,14 @@ class Node:
         self.history, self.trained = History(path / "node.db", self.clock), TrainedDays(path / "node.db")
         self.store = ExperienceStore(path / "node.db", 64 << 20, self.clock)
         self.checkpoints, self.device = CheckpointStore(path / "checkpoints", 2), Device()
-        self.loop: Any = SimpleNamespace(
-            unpaused=asyncio.Event(), parts=SimpleNamespace(checkpoints=self.checkpoints, device=self.device)
-        )
-        self.loop.unpaused.set()
+        self.loop: Any = SimpleNamespace(parts=SimpleNamespace(checkpoints=self.checkpoints, device=self.device))
 
     def clock(self) -> float:
         return self.now
 
     def start(self, limits: LimitsConfig) -> Holding:
         self.progress = Progress(self.clock, 60.0, state="TRAINING", stage="step")
-        made = Holding(
+        made = self.holding = Holding(
             self.path,
             limits,
             progress=self.progress,
@@ -60,7 +57,7 @@ class Node:
 
     @property
     def held_by(self) -> str | None:
-        assert self.loop.unpaused.is_set() == (self.progress.hold is None)
+        assert self.holding.unpaused.is_set() == (self.progress.hold is None)
         return self.progress.hold.by if self.progress.hold else None
 
     def told(self) -> list[str]:

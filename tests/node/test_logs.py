@@ -88,7 +88,6 @@ def test_tail_reads_on_in_rotated_files_and_only_the_end_of_a_large_one(
     assert tail(file, 3) == ["4", "5", "6"]
     assert tail(file, 99) == ["1", "2", "3", "4", "5", "6"]
 
-    monkeypatch.setattr("node.logs.BLOCK_BYTES", 10)
     monkeypatch.setattr("node.logs.FILE_BYTES", 100)
     file.write_text("".join(f"line {i}\n" for i in range(1000)))
     assert tail(file, 2) == ["line 998", "line 999"]

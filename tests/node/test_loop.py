@@ -426,7 +426,7 @@ async def test_a_scorer_that_fails_skips_the_step(
 ) -> None:
     loop = make_loop(FakeTrainer())
 
-    async def fail(*arguments: object) -> None:
+    async def fail(*arguments: object, long: bool) -> None:
         raise ScorerError("out of breath")
 
     monkeypatch.setattr(loop.own.rollouts, "take", fail)

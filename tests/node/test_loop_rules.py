@@ -34,10 +34,12 @@ def make_loop(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Loop]:
 
     def make(good: Callable[[int], bool], **train: Any) -> Loop:
         asked: list[tuple[tuple[TaskRef, ...], list[int]]] = []
+        longs: list[bool] = []
         sampled = 0
 
-        async def take(count: int, tasks: Callable[[int], Sequence[Begun]]) -> list[Rollout]:
+        async def take(count: int, tasks: Callable[[int], Sequence[Begun]], *, long: bool) -> list[Rollout]:
             nonlocal sampled
+            longs.append(long)
             begun = tasks(count)
             asked.append((tuple(one.ref for one in begun), [one.seed for one in begun]))
             rollouts = []
@@ -67,7 +69,7 @@ def make_loop(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Loop]:
         )
         loop = Loop(parts)
         monkeypatch.setattr(loop.own.rollouts, "take", take)
-        loop.parts.asked = asked  # type: ignore[attr-defined]
+        loop.parts.asked, loop.parts.longs = asked, longs  # type: ignore[attr-defined]
         return loop
 
     return make
@@ -85,12 +87,12 @@ async def test_a_round_that_fails_costs_none_of_the_groups_before_it(
     loop = make_loop(lambda i: False, dynamic_rounds=2)
     take, calls = loop.own.rollouts.take, 0
 
-    async def failing(count: int, tasks: Any) -> list[Rollout]:
+    async def failing(count: int, tasks: Any, *, long: bool) -> list[Rollout]:
         nonlocal calls
         calls += 1
         if calls == 2:
             raise ScorerError("out of breath")
-        return await take(count, tasks)
+        return await take(count, tasks, long=long)
 
     monkeypatch.setattr(loop.own.rollouts, "take", failing)
     assert len(await loop.own.roll_out(1, 4)) == 4
@@ -104,7 +106,7 @@ async def test_a_task_too_long_for_the_model_is_told_and_costs_a_step(
 ) -> None:
     loop = make_loop(lambda i: False)
 
-    async def too_long(count: int, tasks: Any) -> list[Rollout]:
+    async def too_long(count: int, tasks: Any, *, long: bool) -> list[Rollout]:
         raise RequestTooLong("9000 prompt tokens")
 
     monkeypatch.setattr(loop.own.rollouts, "take", too_long)
@@ -126,6 +128,7 @@ async def test_dynamic_sampling_goes_on_with_the_next_tasks_in_place_of_uniform_
     rollouts = await loop.own.roll_out(3, 4)
     asked = loop.parts.asked  # type: ignore[attr-defined]
     assert [len(refs) for refs, _ in asked] == [4, 3, 1], "as many as are missing, and no more once all are there"
+    assert loop.parts.longs == [True, False, False], "only a first round may be that of the long ones"  # type: ignore[attr-defined]
     assert sum(rollout.informative for rollout in rollouts) == 4
     refs = [ref for those, _ in asked for ref in those]
     seeds = [seed for _, those in asked for seed in those]

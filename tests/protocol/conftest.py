@@ -30,10 +30,6 @@ class Swarm:
     other: Identity = field(default_factory=lambda: Identity.from_seed(bytes(range(1, 33))))
     now: float = GENESIS + 605.0
 
-    @property
-    def environments(self) -> set[tuple[str, str]]:
-        return {(spec.name, spec.version) for spec in self.manifest.environments}
-
     def group(self, slot: int = 0, **changes: Any) -> RolloutGroup:
         """8 completions of 12 tokens by `me` in epoch 1, alternately right and wrong."""
         completions = tuple(
@@ -92,7 +88,6 @@ class Swarm:
         facts: dict[str, Any] = {
             "producer": self.me.peer_id,
             "announced": announced,
-            "environments": self.environments,
             "seen": lambda _: False,
             "banned": lambda _: False,
         }

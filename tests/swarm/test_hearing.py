@@ -8,9 +8,8 @@ import pytest
 
 from protocol.assignment import own_task
 from protocol.envelope import Domain, digest_of, seal
-from protocol.rollout import RolloutGroup, TaskRef
-from swarm.exchange import UnknownEnvironment, announcement_of
-from swarm.records import Scored
+from protocol.rollout import TaskRef
+from swarm.exchange import announcement_of
 from swarm.transport import PeerUnreachable
 from tests.swarm.world import MANIFEST, TOPIC, World, announce, join, make_group, sealed, until, who
 
@@ -59,39 +58,6 @@ async def test_whoever_passes_on_what_every_node_refuses_is_blamed_too(world: Wo
     await relay.publish(TOPIC, sealed(who("bad"), make_group(who("bad"), 0, task=other))[1])
     await until(lambda: b.count("rejected") == {"unassigned_task": 1})
     assert b.verdicts(relay.peer_id) == b.verdicts(who("bad").peer_id) == {"unassigned_task": 1}
-
-
-async def test_what_this_node_cannot_score_is_not_pulled_and_costs_nothing(world: World) -> None:
-    b = await world.node("b", environments=[("chain_sum", "2")])
-    await announce(world, b, "old", make_group(who("old"), 0))
-    await until(lambda: b.count("rejected") == {"unknown_environment": 1})
-    assert (b.count("heard"), b.count("fetched")) == (1, 0)
-
-    async def cannot(group: RolloutGroup) -> list[Scored]:
-        raise UnknownEnvironment("chain_sum 1 is not installed")
-
-    c = await world.node("c", rescore=cannot)
-    _, digest = await announce(world, c, "other", make_group(who("other"), 0))
-    await until(lambda: c.count("rejected") == {"unknown_environment": 1})
-    assert c.store.find(digest.hex()).detail == "chain_sum 1 is not installed"
-    assert c.exchange.weight(who("other").peer_id) == c.exchange.weight("a stranger"), "no offence"
-
-
-async def test_a_node_without_an_environment_does_not_cut_its_swarm_in_two(world: World) -> None:
-    a, lacks, c = await world.node("a"), await world.node("lacks", environments=[]), await world.node("c")
-    world.hub.partition(a.identity.peer_id, c.identity.peer_id)
-    await join(a, lacks)
-    await join(lacks, c)
-    gossiped = a.exchange.publish(make_group(a.identity, 0))
-    known = lambda node: set(node.store.announcements.digests(time.time(), 10))  # noqa: E731
-    await until(lambda: known(c) == {gossiped})
-    world.hub.lost = lambda: True  # type: ignore[method-assign] - from here on only healing tells
-    healed = a.exchange.publish(make_group(a.identity, 1))
-    await until(lambda: known(c) == {gossiped, healed})
-    world.hub.heal()
-    await join(a, c)
-    await until(lambda: c.pool() == {gossiped, healed})
-    assert (lacks.count("fetched"), lacks.count("rejected")) == (0, {"unknown_environment": 2})
 
 
 async def test_of_two_groups_for_one_task_the_first_counts_and_the_second_is_not_even_pulled(world: World) -> None:

@@ -84,7 +84,7 @@ async def test_no_more_than_max_peers_are_dialled():
     async with running(service):
         await asyncio.sleep(0.3)
         assert len(transports[0].peers()) == 3
-        assert service.known == 5
+        assert len(service._known) == 5
 
 
 class Unreachable:
@@ -132,7 +132,7 @@ async def test_a_flood_of_ids_is_bounded():
     while transport.now < 60:
         await service.step()
         transport.now += 0.5
-    assert service.known == 1 + MAX_STRANGERS
+    assert len(service._known) == 1 + MAX_STRANGERS
     assert len(transport.dialled) <= 120 * DIALS_AT_ONCE
 
 
@@ -159,16 +159,16 @@ async def test_a_peer_that_stays_away_is_forgotten():
     transport = Unreachable(flood=3)
     service = discovery(transport, clock=lambda: transport.now)
     await service.step()
-    assert service.known == 4
+    assert len(service._known) == 4
     transport.flood = 0
     transport.now += GIVE_UP_SECONDS + 1
     await service.step()
-    assert service.known == 1
+    assert len(service._known) == 1
 
 
 async def test_own_address_among_the_bootstrap_peers_is_left_out():
     transport = MemoryHub().transport("me")
-    assert discovery(transport, ["/ip4/127.0.0.1/tcp/1/p2p/me"]).known == 0
+    assert not discovery(transport, ["/ip4/127.0.0.1/tcp/1/p2p/me"])._known
 
 
 @pytest.mark.parametrize("address", ["nonsense", "/ip4/127.0.0.1/tcp/1"])

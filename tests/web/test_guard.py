@@ -9,7 +9,7 @@ import aiohttp
 import pytest
 
 from tests.web.fixture_view import FixtureView
-from web.auth import CODE_SECONDS
+from web.auth import CODE_SECONDS, Auth
 from web.guard import host_name
 from web.server import WebServer
 
@@ -151,10 +151,13 @@ async def test_a_session_posts_only_from_this_page(anyone, client, view, server)
     assert view.calls == [("pause", "asked for over the API")]
 
 
-async def test_a_session_makes_no_more_sessions(anyone, client, server):
+async def test_a_session_makes_no_more_sessions(anyone, client, server, monkeypatch):
     await sign_in(anyone, client)
+    asked, is_session = [], Auth.is_session
+    monkeypatch.setattr(Auth, "is_session", lambda auth, cookie: asked.append(cookie) or is_session(auth, cookie))
     async with anyone.post("/api/v1/login", json={}, headers={"Origin": server.url}) as refused:
         assert refused.status == 403
+    assert len(asked) == 1, "what is shown is looked at once a request"
 
 
 @pytest.mark.parametrize("key", ["engine.command", "engine.args", "web.host", "swarm.join", "model.path"])

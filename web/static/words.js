@@ -49,7 +49,7 @@ export const VERDICTS = {
   replayed: ["quiet", "This node had the same group already."],
   from_future: ["warn", "Dated in the future: one of the two clocks is wrong."],
   over_budget: ["warn", "Its producer sent more than its share for the time."],
-  unknown_environment: ["warn", "A task of an environment, or a version of it, that this node does not have."],
+  unknown_environment: ["warn", "A task of an environment, or a version of it, that the swarm does not practise."],
   unsupported_version: ["warn", "Made by a version of Shoal that speaks another protocol."],
   wrong_swarm: ["warn", "It belongs to another swarm."],
   scorer_failed: ["warn", "Its answers could not be scored here in time."],

@@ -66,7 +66,6 @@ class SmallVllm:
         }
         config = {
             "model_config": model,
-            "scheduler_config": {"max_num_seqs": 64},
             "weight_transfer_config": None,
             "lora_config": None,
             "parallel_config": {"worker_cls": "vllm.v1.worker.cpu_worker.CPUWorker"},

@@ -88,6 +88,7 @@ async def engines(cluster: RayCluster, rooms: Any, script: str, bundle: ModelBun
             victim = psutil.Process(servers[0].pid)
             os.kill(victim.parent().pid, signal.SIGKILL)
 
+        first = servers[0].pid
         killing = asyncio.create_task(kill_amid())
         groups = [group async for group in scheduler.generate(requests(1))]
         await killing
@@ -100,7 +101,7 @@ async def engines(cluster: RayCluster, rooms: Any, script: str, bundle: ModelBun
                 parameter.mul_(0.97)
         await scheduler.update_weights(2)
         async with asyncio.timeout(400):
-            while servers[0].starts < 2 or made[0]._upkeep.loaded != 2:  # noqa: ASYNC110 - it watches another process
+            while servers[0].pid == first or made[0]._upkeep.loaded != 2:  # noqa: ASYNC110 - it watches another process
                 await asyncio.sleep(0.5)
         groups = [group async for group in scheduler.generate(requests(2))]
         check(bundle, groups)

@@ -10,7 +10,7 @@ from node.algorithms.estimate import estimate
 from node.config_train import TrainConfig
 from node.interfaces import TrainGroup, TrainSequence
 
-NAMES = [name for name in get_args(TrainConfig.model_fields["advantage"].annotation) if name != "gigpo"]
+NAMES = get_args(TrainConfig.model_fields["advantage"].annotation)
 CRITIC = ("gae", "turn_gae", "bilevel_gae")
 
 

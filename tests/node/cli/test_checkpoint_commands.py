@@ -1,5 +1,5 @@
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 import pytest
@@ -50,9 +50,34 @@ def test_export_takes_the_model_only(
     result = run("--home", home.path, "checkpoint", "export", name, tmp_path / "model", "--json")
     assert json.loads(result.stdout) == {"step": step, "path": str(tmp_path / "model")}
     assert {file.name: file.read_text() for file in (tmp_path / "model").iterdir()} == MODEL_FILES
-    plain = tmp_path / "plain"
-    plain.mkdir()
-    assert (tmp_path / "model").stat().st_mode == plain.stat().st_mode  # for others too, as the umask says
+    modes = {path.stat().st_mode & 0o777 for path in (tmp_path / "model").rglob("*")}
+    assert ((tmp_path / "model").stat().st_mode & 0o777, modes) == (0o755, {0o644})  # for others too
+
+
+def test_export_refuses_a_directory_that_came_meanwhile(
+    run: Run, home: Home, saved: CheckpointStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def copy(source: Path, target: Path, leave: Collection[str]) -> None:
+        (tmp_path / "model").mkdir()
+        (tmp_path / "model" / "theirs").touch()
+
+    monkeypatch.setattr("node.cli.checkpoint.copy", copy)
+    taken = run("--home", home.path, "checkpoint", "export", "latest", tmp_path / "model")
+    assert (taken.exit_code, "give a new directory" in taken.stderr) == (1, True)
+    assert [path.name for path in (tmp_path / "model").iterdir()] == ["theirs"]
+
+
+def test_export_to_a_full_disk(
+    run: Run, home: Home, saved: CheckpointStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def copy(source: Path, target: Path, leave: Collection[str]) -> None:
+        raise Exception("No space left on device (os error 28)")
+
+    monkeypatch.setattr("node.cli.checkpoint.copy", copy)
+    full = run("--home", home.path, "checkpoint", "export", "latest", tmp_path / "model")
+    assert full.exit_code == 1
+    assert "(os error 28))\nFix: free some disk" in full.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["home"]
 
 
 def test_export_refuses(run: Run, home: Home, saved: CheckpointStore, tmp_path: Path) -> None:

@@ -126,7 +126,7 @@ def test_secrets_of_strangers_are_known_by_their_form(text: str, left: str) -> N
 
 
 def test_a_short_value_is_no_secret(home: Home) -> None:
-    assert "1" not in values(home, {"KEYBOARD": "1"})
+    assert "1" not in values(home, {"API_KEY": "1"})
 
 
 def test_a_bundle_is_bounded_and_never_written_over(

@@ -60,6 +60,8 @@ class Follow:
         self.transport = hub.transport("follower")
         self.experience = ExperienceStore(path / "follower.db", 1 << 20, time.time)
         accounts = Accounts(self.transport, Reputation(self.experience, time.time), time.time, lambda kind, said: None)
+        self.unpaused, self.asked_room, self.lacks = asyncio.Event(), list[int](), ""
+        self.unpaused.set()
         store, self.trainer = PolicyStore(path / "follower"), FollowedPolicy(bundle, TrainConfig())
         self.following = Following(
             store, self.trainer, dtype, path / "following.json",
@@ -67,13 +69,11 @@ class Follow:
                 self.transport, store, accounts, time.time, leader=LEADER.peer_id, swarm=SWARM, model="mark",
                 dtype=dtype, max_bytes=64 << 20, request_timeout=2.0, poll_seconds=0.1, arrived=arrived,
                 may_take=may_take,
-            ),
+            ), self.unpaused, self.no_room,
         )  # fmt: skip
         self.puller = self.following.puller
         self.directory, self.device = store.directory, Device()
         self.recorded: list[int] = []
-        self.unpaused, self.asked_room, self.lacks = asyncio.Event(), list[int](), ""
-        self.unpaused.set()
         history = SimpleNamespace(record_step=lambda step, record: self.recorded.append(step), last_step=lambda: None)
         self.parts: Any = SimpleNamespace(
             config=Config(), bundle=bundle, trainer=self.trainer, engine=self.engine, device=self.device,
@@ -84,7 +84,7 @@ class Follow:
     async def start(self) -> "Follow":
         await self.transport.start()
         self.said = await self.following.recover(self.parts, self.own)  # type: ignore[arg-type]
-        self.running = asyncio.create_task(self.following.run(self.unpaused, self.no_room))
+        self.running = asyncio.create_task(self.following.run())
         return self
 
     async def no_room(self, size: int) -> str:

@@ -72,7 +72,7 @@ async def test_it_is_reached_dies_with_its_actor_and_is_started_anew(
     await ray.actors[0].held.stop()  # with a real actor it is gone, too
     await server.start(tmp_path / "v2")
     assert (await health(server))[0] == str(tmp_path / "v2")
-    assert (server.starts, server.address) == (2, address)
+    assert (len(ray.actors), server.address) == (2, address)
 
     # the server itself ends, its actor does not
     died = asyncio.create_task(server.died())

@@ -110,6 +110,18 @@ async def test_a_call_that_is_cancelled_before_its_chunk_begins_keeps_no_room(cr
     await crew.close()
 
 
+async def test_peers_work_goes_on_when_the_own_that_was_to_go_before_is_given_up(crew: RewardCrew) -> None:
+    await crew.start()
+    lanes = [(await crew._take(foreign=False))[0] for _ in range(4)]
+    foreign, own = (asyncio.create_task(crew._take(foreign=one)) for one in (True, False))
+    await asyncio.sleep(0.01)
+    crew._give(lanes[0])
+    own.cancel()
+    async with asyncio.timeout(5):
+        assert (await foreign)[0] is lanes[0]
+    await crew.close()
+
+
 async def test_a_chunk_goes_to_the_next_actor_when_its_own_ends(crew: RewardCrew, ray: Any) -> None:
     scorer = make_scorer([SPEC], LIMITS, crew=crew)
     await scorer.start()

@@ -132,7 +132,6 @@ class FakeVllm:
         }
         config = {
             "model_config": model,
-            "scheduler_config": {"max_num_seqs": 64},
             "weight_transfer_config": None,
             "lora_config": self.lora_config,
             "parallel_config": {"worker_cls": "vllm.v1.worker.cpu_worker.CPUWorker"},

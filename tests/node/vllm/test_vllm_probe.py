@@ -18,7 +18,7 @@ async def test_a_fit_server_says_what_it_is(make: Make) -> None:
     made = make()
     await made.engine.start()
     facts = made.engine.facts
-    assert (facts.served, facts.context, facts.dtype, facts.concurrency) == ("/models/served", 400, "float32", 64)
+    assert (facts.served, facts.context, facts.dtype) == ("/models/served", 400, "float32")
 
 
 async def test_nothing_answers() -> None:

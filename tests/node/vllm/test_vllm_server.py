@@ -114,7 +114,6 @@ async def test_it_starts_again_after_a_kill_and_waits_longer_each_time(
         await server.start(Path("/models/x"))
     assert slept == [1.0, 2.0, 4.0]
     await healthy(server)
-    assert server.starts == 5
     assert gone(child)  # the first server's child went when the second one was started
     await server.close()
 
