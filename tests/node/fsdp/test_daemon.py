@@ -1,4 +1,4 @@
-"""A whole node with a sharded trainer: it trains, goes on when a worker or the node is killed, and leaves no worker behind."""
+"""A whole node with a sharded trainer: it goes on when a worker or the node is killed, and leaves no worker behind."""
 
 import os
 import signal
