@@ -241,7 +241,7 @@ def test_without_hivemind_it_says_what_to_install(home: Home, monkeypatch: pytes
     arguments: Any = {"mark": "m", "manifest": b"", "psk": None, "no_room": None}
     assert make_averaging(None, Config(), home, history, **arguments) is None
     config = Config.model_validate({"averaging": {"method": "diloco"}})
-    with pytest.raises(ModelError, match=r"pip install 'shoal\[averaging\]'"):
+    with pytest.raises(ModelError, match=r"pip install -e '.\[averaging\]'"):
         make_averaging(None, config, home, history, **arguments)
 
 

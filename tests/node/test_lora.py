@@ -275,7 +275,7 @@ def test_layers_that_cannot_have_adapters(make: Make, targets: tuple[str, ...]) 
 
 def test_peft_is_asked_for(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lora, "find_spec", lambda name: None)
-    with pytest.raises(ModelError, match=r"train\.lora_rank needs .*pip install 'shoal\[lora\]'.*set train"):
+    with pytest.raises(ModelError, match=r"train\.lora_rank needs .*pip install -e '.\[lora\]'.*set train"):
         make()
 
 

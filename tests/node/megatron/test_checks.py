@@ -94,7 +94,7 @@ def test_a_machine_that_cannot(tiny_model: Callable[..., Path], monkeypatch: pyt
     with pytest.raises(ModelError, match=r"computes on GPUs only, and torch sees none; set train\.backend to fsdp"):
         check_megatron(train, directory, gpus=0)
     monkeypatch.setattr(megatron_checks, "find_spec", lambda name: None)
-    with pytest.raises(ModelError, match=r"pip install 'shoal\[megatron\]'"):
+    with pytest.raises(ModelError, match=r"pip install -e '.\[megatron\]'"):
         check_megatron(train, directory, gpus=2)
     monkeypatch.setattr(megatron_checks, "find_spec", lambda name: name)
     with pytest.raises(ModelError, match="does not know the architecture 'olmoe'"):
