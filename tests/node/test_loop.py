@@ -308,7 +308,7 @@ async def test_a_checkpoint_is_due_by_steps_or_by_age(make_loop: Callable[..., L
     now = 10_000.0
     loop.parts.clock = lambda: now
     loop._checkpointed_at = now - 599
-    assert [step for step in range(1, 60) if _due_at(loop, step)] == [25, 50]
+    assert [step for step in range(1, 26) if _due_at(loop, step)] == [25]
     loop._checkpointed_at = now - 600
     assert _due_at(loop, 7)
 
@@ -318,10 +318,24 @@ def _due_at(loop: Loop, step: int) -> bool:
     return loop._checkpoint_is_due()
 
 
+async def test_a_checkpoint_that_was_missed_at_its_step_is_made_up_for(
+    make_loop: Callable[..., Loop], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop = make_loop(LoadingTrainer())
+    monkeypatch.setattr(loop, "_keep", lambda: None)  # as if the disk were full
+    due = []
+    for step in range(30, 90):  # the steps before were repeated at a start
+        if _due_at(loop, step):
+            due.append(step)
+            await loop.checkpoint()
+    assert due == [30, 55, 80]
+
+
 async def test_the_age_of_a_checkpoint_goes_on_over_a_restart(
     make_loop: Callable[..., Loop], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("node.loop.model_mark", lambda bundle: "a model")
+    monkeypatch.setattr("node.loop.dtype_of", lambda bundle: "float32")
 
     def write(directory: Path) -> None:
         (directory / "model").write_text("w")
@@ -448,4 +462,23 @@ async def test_steps_of_another_model_are_not_repeated(make_loop: Callable[..., 
     bundle.fingerprint = b"\2" * 32
     with pytest.raises(CheckpointError, match="has the steps of another model than other"):
         await loop.recover()
+    assert trainer.given == [1]
+
+
+@pytest.mark.parametrize(("dtype", "told"), [("bfloat16", 0), ("float32", 1)])
+async def test_steps_of_another_compute_type_are_repeated_and_told(
+    make_loop: Callable[..., Loop], dtype: str, told: int
+) -> None:
+    trainer = FakeTrainer()
+    loop = make_loop(trainer)
+    bundle: Any = SimpleNamespace(
+        fingerprint=b"\1" * 32, model=SimpleNamespace(named_parameters=list, dtype=torch.bfloat16)
+    )
+    loop.parts.bundle = bundle
+    loop.parts.checkpoints.latest()
+    state = {**STATE, "model": model_mark(bundle), "dtype": dtype}
+    loop.parts.checkpoints.append(JournalRecord(1, Batch(1, ()), state, {"foreign_groups": 0}))
+    await loop.recover()
+    said = [event["message"] for event in loop.parts.history.events(None, 50)]
+    assert sum("were computed in float32, and now it is bfloat16" in one for one in said) == told
     assert trainer.given == [1]

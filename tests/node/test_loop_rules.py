@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from node.config import Config
 from node.engines.requests import RequestTooLong
@@ -57,7 +58,7 @@ def make_loop(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Loop]:
             manifest=embedded_manifest("one", time.time() - 60),
             peer_id="12D3",
             engine=None,
-            bundle=None,
+            bundle=SimpleNamespace(model=SimpleNamespace(dtype=torch.float32)),
             scorer=None,
             teacher=None,
             rounds=None,
