@@ -24,7 +24,7 @@ class ModelConfig(Section):
     path: str = Field("embedded", description="'embedded' (SmolLM2-135M-Instruct) or a local model directory")
     device: str = Field("auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$", description="where the model lives")
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
-        "auto", description="compute type; auto measures which matrix product is faster here"
+        "auto", description="compute type; auto: bfloat16 where the device has units for it, else float32"
     )
 
 
