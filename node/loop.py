@@ -226,12 +226,12 @@ class Loop:
         started, step = p.clock(), p.trainer.step + 1
         self._say_state()
 
-        # one more own group for each foreign one there is none of
-        count = p.config.swarm.own_groups + self.foreign.missing()
-        sampled = await self.own.roll_out(step, count)
+        # one more own group for each foreign one there is none of; peers' may still come during the rollouts
+        swarm = p.config.swarm
+        sampled = await self.own.roll_out(step, swarm.own_groups + self.foreign.missing())
         self._share(sampled)
-        own = chosen(sampled, count)
         foreign = await self.foreign.choose()
+        own = chosen(sampled, swarm.own_groups + max(0, swarm.foreign_groups - len(foreign)))
         groups = [train_group(r, p.config.train, p.bundle.routing) for r in own + foreign]
         batch = Batch(step, await self._taught(bounded(groups)))
         summary = summarise(

@@ -58,7 +58,7 @@ def make_loop(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Loop]:
             manifest=embedded_manifest("one", time.time() - 60),
             peer_id="12D3",
             engine=None,
-            bundle=SimpleNamespace(model=SimpleNamespace(dtype=torch.float32)),
+            bundle=SimpleNamespace(model=SimpleNamespace(dtype=torch.float32), routing=None),
             scorer=None,
             teacher=None,
             rounds=None,
@@ -204,6 +204,39 @@ async def test_own_groups_take_the_place_of_foreign_ones_that_are_not_wanted(
     again = make_loop(lambda i: True, foreign_adaptive=True)
     again._restore(adaptive.state())
     assert missing(again, 9) == 2
+
+
+@pytest.mark.parametrize(("before", "after", "own"), [(0, 4, 4), (0, 1, 7), (4, 4, 4), (4, 3, 4), (0, 0, 8)])
+async def test_own_groups_yield_to_foreign_ones_that_come_during_the_rollouts(
+    make_loop: Callable[..., Loop], monkeypatch: pytest.MonkeyPatch, before: int, after: int, own: int
+) -> None:
+    loop = make_loop(lambda i: True)
+    foreign = [SimpleNamespace(name=i) for i in range(after)]
+    groups, shared = list[Any](), list[Rollout]()
+
+    class Batched(Exception):
+        """The step is as far as this test goes."""
+
+    async def choose() -> list[Any]:
+        return foreign
+
+    async def taught(groups_of_step: Sequence[Any]) -> tuple[Any, ...]:
+        groups.extend(groups_of_step)
+        raise Batched
+
+    loop.parts.trainer = SimpleNamespace(step=1)  # type: ignore[assignment]
+    monkeypatch.setattr(loop.foreign, "missing", lambda: 4 - before)
+    monkeypatch.setattr(loop.foreign, "choose", choose)
+    monkeypatch.setattr(loop, "_share", shared.extend)
+    monkeypatch.setattr(loop, "_say_state", lambda: None)
+    monkeypatch.setattr(loop, "_taught", taught)
+    monkeypatch.setattr("node.loop.train_group", lambda rollout, config, routing: rollout)
+    monkeypatch.setattr("node.loop.bounded", lambda groups_of_step: groups_of_step)
+    with pytest.raises(Batched):
+        await loop.step()
+    assert [group for group in groups if not isinstance(group, Rollout)] == foreign
+    assert len(groups) - after == own
+    assert len(shared) == 8 - before, "all are shared, also those not trained on"
 
 
 @pytest.mark.parametrize(("own_share", "most"), [(1.0, 2), (0.25, 1)])
