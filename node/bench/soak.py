@@ -78,7 +78,8 @@ def soak(root: Path, threads: int, seconds: float, restart_every: float = RESTAR
         "seconds": seconds,
         "restarts": restarts,
         "nodes": [
-            {name: node[name] for name in ("steps", "restarts", "held_out", "groups")} for node in report["nodes"]
+            {name: node[name] for name in ("steps", "restarts", "ended_by", "held_out", "groups")}
+            for node in report["nodes"]
         ],
         "rows": windows(samples, WINDOWS),
     }

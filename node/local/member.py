@@ -51,7 +51,8 @@ class Member:
     status: dict[str, Any] = field(default_factory=dict)
     answered: bool = False
     """Whether the process has told its status."""
-    restarts: int = 0
+    ends: list[str] = field(default_factory=list)
+    """What ended its process each time it was started again, in words."""
     fruitless: int = 0
     best_step: int = 0
     retry_at: float = 0.0
@@ -129,7 +130,7 @@ def tend(member: Member, members: int, steps: int | None, settings: Sequence[str
     if member.process is not None:
         code = member.process.returncode
         member.process = None
-        member.restarts += 1
+        member.ends.append(_cause(code))
         member.fruitless += 1
         if member.fruitless >= RESTARTS_WITHOUT_PROGRESS:
             raise LocalSwarmFailed(
@@ -138,7 +139,7 @@ def tend(member: Member, members: int, steps: int | None, settings: Sequence[str
             )
         wait = 2.0**member.fruitless
         member.retry_at = now + wait
-        member.note = f"died ({_cause(code)}), restarting in {wait:.0f} s"
+        member.note = f"died ({member.ends[-1]}), restarting in {wait:.0f} s"
     elif now >= member.retry_at:
         start(member, members, steps, settings)
         member.started_at = now

@@ -53,7 +53,8 @@ def _node(member: Member) -> Json:
         "mixed": [[step["own_groups"], step["foreign_groups"]] for step in steps],
         "tokens_per_second": sum(speeds) / len(speeds) if speeds else 0.0,
         "peak_rss_mb": status.get("peak_rss_mb"),
-        "restarts": member.restarts,
+        "restarts": len(member.ends),
+        "ended_by": member.ends,
         "checkpoint": str(checkpoints[-1]) if checkpoints else None,
         **({"policy": _led(steps, groups)} if member.role == "large" else {}),
         **({"policy": _followed(steps)} if member.role == "follower" else {}),
@@ -100,7 +101,8 @@ def _coordinator(member: Member, names: Mapping[str, str]) -> Json:
     board = shown["board"] or {"number": None, "standings": []}
     return {
         "peer_id": member.home.identity().peer_id,
-        "restarts": member.restarts,
+        "restarts": len(member.ends),
+        "ended_by": member.ends,
         "members": shown["members"],
         "round": shown["round"] and shown["round"]["number"],
         "board": [{"name": names.get(one["peer"]), **one} for one in board["standings"]],

@@ -2,6 +2,8 @@
 
 import io
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from node.home import Home
-from node.local.member import Member
+from node.local.member import Member, tend
 from node.local.table import COLUMNS, PLAIN_SECONDS, SMALL, LiveTable, row
 
 STATUS: dict[str, Any] = {
@@ -39,8 +41,15 @@ def test_a_row_has_what_one_wants_to_know_of_a_node(member: Member) -> None:
     }
     member.status |= {"state": "WAITING", "reason": "no peer", "reward": None, "reward_start": None}
     assert row(member)[1:5] == ("WAITING  no peer", "12", "-", "-")
-    member.note = "died (SIGKILL), restarting in 2 s"
-    assert row(member)[1] == "died (SIGKILL), restarting in 2 s"
+
+
+def test_what_ended_a_node_is_shown_and_remembered(member: Member) -> None:
+    for code in ("raise SystemExit(7)", "import os; os.kill(os.getpid(), 9)"):
+        member.process = subprocess.Popen([sys.executable, "-c", code])
+        member.process.wait(30)
+        tend(member, 2, None, (), now=10.0)
+    assert member.ends == ["exit code 7", "SIGKILL"]
+    assert row(member)[1] == "died (SIGKILL), restarting in 4 s"
 
 
 def test_a_node_that_has_said_nothing_yet_is_starting(member: Member) -> None:
