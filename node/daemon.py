@@ -261,7 +261,8 @@ class Daemon:
             services.create_task(self._told(teaching.run()), name="teaching")
         await start_engines(self, engines, parts, self.loop)
         await self.loop.run(steps)
-        await self.loop.checkpoint()
+        if following is None:  # what is followed is on disk as it came
+            await self.loop.saving.checkpoint()
         if stay:
             self.progress.say("IDLE", f"all {steps} steps are done; serving peers", "stop it: shoal down")
             await asyncio.Event().wait()
@@ -307,10 +308,10 @@ class Daemon:
         """Say what is saved, and close the files."""
         if self.loop is not None and self.loop.following is not None:
             said = f"stopped at version {self.loop.parts.trainer.step} of the policy that it follows, which is kept"
-        elif self.loop is None or self.loop.saved is None:
+        elif self.loop is None or self.loop.saving.saved is None:
             said = "stopped before training began; what was saved before is untouched"
         else:
-            saved, base = self.loop.saved, self.loop.parts.checkpoints.base
+            saved, base = self.loop.saving.saved, self.loop.parts.checkpoints.base
             said = f"step {saved} is saved (checkpoint of step {base} and {saved - base} journalled updates)"
             if saved == 0:
                 said = "stopped before the first step was done: there is nothing to save yet"

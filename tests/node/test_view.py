@@ -246,7 +246,7 @@ def test_the_step_of_a_node_that_has_not_recovered_is_its_last_one(
     trained: int, saved: int | None, following: str | None, step: int
 ) -> None:
     parts = SimpleNamespace(trainer=SimpleNamespace(step=trained))
-    loop: Any = SimpleNamespace(parts=parts, saved=saved, following=following)
+    loop: Any = SimpleNamespace(parts=parts, saving=SimpleNamespace(saved=saved), following=following)
     assert _step(loop, 40) == step
     assert _step(None, 40) == 40
 
