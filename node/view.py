@@ -139,8 +139,8 @@ class DaemonView:
             node.manifest,
             node.clock(),
             members=members_seen(node),
-            invite=node.invite_uri(),
-            invite_caution=node.invite_caution(),
+            invite=node.presence.invite_uri(),
+            invite_caution=node.presence.invite_caution(),
             coordinator=None
             if rounds is None
             else coordination(rounds.following, said=rounds.entering.said, listed=rounds.entering.listed),
