@@ -8,32 +8,27 @@ recover -> agreement check -> train. Nothing before the training needs a peer, e
 import asyncio
 import json
 import logging
-import os
-import signal
 import time
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
-from node.addresses import caution, reachable
 from node.averaging import CAUTION, make_finding
 from node.changing import Change, change
 from node.device import Device
 from node.federation.parts import make_following, make_leading, make_teaching, peer_teacher
-from node.history import History
 from node.holding import Holding
-from node.home import DaemonInfo, Home
+from node.home import Home
 from node.interfaces import Trainer
-from node.joining import keep_port, know_manifest, listen_address
+from node.joining import know_manifest
 from node.large.cluster_file import Cluster
 from node.large.node import LargeNode, plan_large
 from node.large.ray_cluster import RayCluster
-from node.leaving import STOP_SECONDS, innermost, leave
 from node.limits import local_zone
 from node.loop import Loop
 from node.making import make_parts, start_engines
 from node.models import ModelBundle
 from node.oddities import oddities
-from node.progress import Progress
+from node.presence import Presence, Stopped, leave
 from node.rounds import Rounds, make_rounds
 from node.scorer import Scorer, make_scorer
 from node.settings import Settings
@@ -42,22 +37,12 @@ from node.training.sharded import ShardedTrainer
 from node.view import DaemonView
 from node.view_peers import members_seen
 from node.watchdog import watch
-from protocol.invite import Invite
 from protocol.manifest import Manifest, check_local_limits
-from swarm.directory import list_in_directory
 from swarm.exchange import Exchange
 from swarm.experience import ExperienceStore
-from swarm.libp2p_transport import Libp2pTransport
-from swarm.peers import Discovery
 from swarm.serving import serve_manifest
-from swarm.throttle import Throttle
-from web.server import WebServer
 
 log = logging.getLogger(__name__)
-
-
-class Stopped(Exception):
-    """A stop was asked for, or the step goal is reached."""
 
 
 def run(
@@ -92,10 +77,9 @@ class Daemon:
         self.home, self.settings, self.config, self.clock = home, settings, settings.config, clock
         self.wanted = settings.config
         """What the next start would have: `shoal config set` may have changed what this process cannot."""
-        self.identity = home.identity()
-        self.started_at = clock()
-        self.progress = Progress(clock, self.config.limits.stage_seconds, since=clock())
-        self.history = History(home.database, clock)
+        presence = self.presence = Presence(home, self.config, clock, "node")
+        self.identity, self.started_at, self.progress = presence.identity, presence.started_at, presence.progress
+        self.history, self.transport, self.discovery = presence.history, presence.transport, presence.discovery
         self.store = ExperienceStore(home.database, self.config.limits.store_mb << 20, clock)
         self.trained = TrainedDays(home.database)
         self.holding = Holding(
@@ -108,10 +92,7 @@ class Daemon:
             clock=clock,
             zone=local_zone(),
         )
-        self.throttle = Throttle()
-        self.throttle.limit(self.config.limits.upload_kbps, self.config.limits.download_kbps)
         self.device = Device()
-        self.stopped = asyncio.Event()
         self.manifest: Manifest | None = None
         self.bundle: ModelBundle | None = None
         self.engine = ""
@@ -125,99 +106,36 @@ class Daemon:
         self.loop: Loop | None = None
         self.rounds: Rounds | None = None
         self.as_json = as_json
-        swarm = home.swarm()
-        self.transport = Libp2pTransport(
-            self.identity,
-            [listen_address(home, self.config.network)],
-            announce=self.config.network.announce,
-            psk=swarm.psk,
-            throttle=self.throttle,
-        )
-        self.discovery = Discovery(
-            self.transport,
-            (*swarm.bootstrap, *self.config.network.bootstrap),
-            swarm.manifest_digest,
-            clock=time.monotonic,
-        )
 
     async def main(self, steps: int | None, stay: bool) -> int:
         """Run everything; 0 after a stop, 1 after a failure that is written to the log, the history and stderr."""
-        asyncio_loop = asyncio.get_running_loop()
-        for signum in (signal.SIGINT, signal.SIGTERM):
-            asyncio_loop.add_signal_handler(signum, self.request_stop)
-        services = asyncio.create_task(self._services(steps, stay))
-        stop = asyncio.create_task(self.stopped.wait())
-        await asyncio.wait({services, stop}, return_when=asyncio.FIRST_COMPLETED)
-        code = 0
-        if services.done():
-            code = self._outcome(services)
-        else:
-            self.progress.say("STOPPING", "a stop was asked for")
-        services.cancel()
-        _, pending = await asyncio.wait({services}, timeout=STOP_SECONDS)
-        if pending:
-            log.warning("the services did not stop within %.0f s; leaving them", STOP_SECONDS)
-        stop.cancel()
-        self._goodbye(code)
-        if pending:
-            leave(self.home, code)  # asyncio would wait for them without end
-        return code
+        return await self.presence.run(self._services(steps, stay), self.request_stop, self._goodbye)
 
     async def _services(self, steps: int | None, stay: bool) -> None:
         """One line a service. Ends by Stopped when the step goal is reached, or by what broke."""
-        web = WebServer(
-            DaemonView(self),
-            host=self.config.web.host,
-            port=self.config.web.port,
-            token=self.home.token(),
-            allowed_hosts=self.config.web.allowed_hosts,
-            clock=self.clock,
-        )
-        await self.transport.start()
-        try:
-            await web.start()
-            self.home.write_daemon(DaemonInfo(os.getpid(), web.url, self.started_at, self.transport.addresses()))
-            keep_port(self.home, self.config.network, self.transport)
-            log.info("the dashboard is at %s (sign in with: %s)", web.url, self.home.command("open"))
-            log.info("node %s listens at %s", self.identity.peer_id, ", ".join(self.transport.addresses()))
-            async with asyncio.TaskGroup() as services:
-                for name, service in (
-                    ("transport", self._watch_transport()),
-                    ("discovery", self.discovery.run()),
-                    ("holding", self.holding.run()),
-                    ("disk", self.holding.watch_disk()),
-                    ("watchdog", watch(self.progress, self.home.logs / "stacks.log")),
-                    ("training", self._live(services, steps, stay)),
-                ):
-                    services.create_task(self._told(service), name=name)
-        finally:
-            await web.stop()
-            if self.loop is not None:
-                await self.loop.own.rollouts.rounds.close()
-                await self.loop.parts.engine.close()
-            if self.scorer is not None:
-                await self.scorer.close()
-            if isinstance(self.trainer, ShardedTrainer):
-                self.trainer.close()
-            if self.large is not None:
-                await self.large.close()
-            await self.transport.stop()
+        async with self.presence.services(DaemonView(self), self._close) as services:
+            for name, service in (
+                ("holding", self.holding.run()),
+                ("disk", self.holding.watch_disk()),
+                ("watchdog", watch(self.progress, self.home.logs / "stacks.log")),
+                ("training", self._live(services, steps, stay)),
+            ):
+                services.create_task(self.presence.told(service), name=name)
 
-    async def _told(self, service: Coroutine[Any, Any, None]) -> None:
-        """Run a service; what breaks it is said while the API still answers, not only once all have stopped."""
-        try:
-            await service
-        except Stopped:
-            raise
-        except Exception as error:
-            self.progress.fail(error)
-            raise
-
-    async def _watch_transport(self) -> None:
-        raise await self.transport.failed()
+    async def _close(self) -> None:
+        if self.loop is not None:
+            await self.loop.own.rollouts.rounds.close()
+            await self.loop.parts.engine.close()
+        if self.scorer is not None:
+            await self.scorer.close()
+        if isinstance(self.trainer, ShardedTrainer):
+            self.trainer.close()
+        if self.large is not None:
+            await self.large.close()
 
     async def _live(self, services: asyncio.TaskGroup, steps: int | None, stay: bool) -> None:
         """Know the swarm, make the parts, continue where the last process stopped, train."""
+        told = self.presence.told
         for odd in oddities(self.config):
             self.history.event("warning", "config", odd)
         timeout = self.config.network.request_timeout
@@ -225,10 +143,11 @@ class Daemon:
         check_local_limits(manifest, self.clock(), max_group_mb=self.config.limits.group_mb)
         serve_manifest(self.transport, manifest, self.clock)
         if self.home.is_listed():
-            services.create_task(self._told(self._list(manifest)), name="directory")
+            listing = self.presence.list_publicly(manifest, lambda: members_seen(self))
+            services.create_task(told(listing), name="directory")
         self.rounds = make_rounds(manifest, self.home, self.transport, self.clock, self.history, self.config)
         if self.rounds is not None:  # before what takes minutes: members part from whoever is not on the list
-            services.create_task(self._told(self.rounds.run()), name="rounds")
+            services.create_task(told(self.rounds.run()), name="rounds")
         if self.cluster is not None:
             async with self.progress.during("ray"):
                 await self._place(self.cluster)
@@ -246,22 +165,23 @@ class Daemon:
         self.loop.change(self.config)  # it may have changed since the parts were made
         self.holding.steer(self.loop)
         self.exchange = parts.exchange
-        services.create_task(self._told(parts.exchange.run()), name="exchange")
+        services.create_task(told(parts.exchange.run()), name="exchange")
         if parts.averaging is not None:
             self.history.event("warning", "averaging", CAUTION)
-            services.create_task(self._told(parts.averaging.averager.run()), name="averaging")
+            services.create_task(told(parts.averaging.averager.run()), name="averaging")
             if finding := make_finding(parts, closed=self.home.is_closed()):
-                services.create_task(self._told(finding.run()), name="averagers")
+                services.create_task(told(finding.run()), name="averagers")
         await self.loop.recover()
         if leading is not None:
-            services.create_task(self._told(leading.publisher.run()), name="policy")
+            services.create_task(told(leading.publisher.run()), name="policy")
         if following is not None:
-            services.create_task(self._told(following.run()), name="policy")
+            services.create_task(told(following.run()), name="policy")
         if teaching is not None:
-            services.create_task(self._told(teaching.run()), name="teaching")
+            services.create_task(told(teaching.run()), name="teaching")
         await start_engines(self, engines, parts, self.loop)
         await self.loop.run(steps)
-        await self.loop.checkpoint()
+        if following is None:  # what is followed is on disk as it came
+            await self.loop.saving.checkpoint()
         if stay:
             self.progress.say("IDLE", f"all {steps} steps are done; serving peers", "stop it: shoal down")
             await asyncio.Event().wait()
@@ -281,36 +201,14 @@ class Daemon:
         """Say what a start waits for."""
         self.progress.say("STARTING", told)
 
-    async def _list(self, manifest: Manifest) -> None:
-        """Tell the public directory of this swarm."""
-        await list_in_directory(
-            self.transport,
-            self.identity,
-            manifest,
-            clock=self.clock,
-            addresses=lambda: reachable(self.transport.addresses()),
-            members=lambda: members_seen(self),
-        )
-
-    def _outcome(self, services: asyncio.Task[None]) -> int:
-        """Exit code of the services that ended by themselves."""
-        error = services.exception()
-        if error is None or (isinstance(error, BaseExceptionGroup) and error.subgroup(Stopped)):
-            return 0
-        error = innermost(error)
-        said = self.progress.fail(error)
-        log.error("the node failed", exc_info=error)
-        self.history.event("error", "failed", said)  # `shoal status` reads it from then on
-        return 1
-
     def _goodbye(self, code: int) -> None:
         """Say what is saved, and close the files."""
         if self.loop is not None and self.loop.following is not None:
             said = f"stopped at version {self.loop.parts.trainer.step} of the policy that it follows, which is kept"
-        elif self.loop is None or self.loop.saved is None:
+        elif self.loop is None or self.loop.saving.saved is None:
             said = "stopped before training began; what was saved before is untouched"
         else:
-            saved, base = self.loop.saved, self.loop.parts.checkpoints.base
+            saved, base = self.loop.saving.saved, self.loop.parts.checkpoints.base
             said = f"step {saved} is saved (checkpoint of step {base} and {saved - base} journalled updates)"
             if saved == 0:
                 said = "stopped before the first step was done: there is nothing to save yet"
@@ -334,7 +232,7 @@ class Daemon:
         self.settings, self.wanted = changed.settings, changed.wanted
         config = self.config = changed.settings.config
         limits = config.limits
-        self.throttle.limit(limits.upload_kbps, limits.download_kbps)
+        self.presence.throttle.limit(limits.upload_kbps, limits.download_kbps)
         self.progress.deadline = limits.stage_seconds
         self.holding.change(limits)
         if limits.store_mb != store_mb:
@@ -350,12 +248,4 @@ class Daemon:
     def request_stop(self) -> None:
         if self.loop is not None:
             self.loop.stop.set()
-        self.stopped.set()
-
-    def invite_uri(self) -> str:
-        """An invite to this node's swarm, with this node as the way in."""
-        swarm = self.home.swarm()
-        return Invite(swarm.manifest_digest, reachable(self.transport.addresses()), swarm.psk, swarm.name).to_uri()
-
-    def invite_caution(self) -> str:
-        return caution(reachable(self.transport.addresses()), self.config.network.announce)
+        self.presence.stopped.set()

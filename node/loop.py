@@ -5,20 +5,17 @@
 and every so many steps, where that is asked for, weights are averaged with nodes of the same model (node/averaging.py).
 
 The network never blocks it: sharing and pulling run beside it (swarm.exchange), and a node with no peers mixes own
-groups only. The update's input is journalled before it is applied (node.checkpoint), so kill -9 costs at most the
+groups only. The update's input is journalled before it is applied (node.saving), so kill -9 costs at most the
 rollouts of the step in progress.
 """
 
 import asyncio
 import logging
 import threading
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import asdict
-from pathlib import Path
-from typing import Any
 
 from node.averaging import Averaging
-from node.checkpoint import CheckpointError
 from node.config import Config
 from node.federation.following import Following
 from node.federation.leading import Leading
@@ -36,10 +33,11 @@ from node.interfaces import (
 from node.journal import JournalRecord
 from node.memory import give_back
 from node.own_groups import OwnGroups, chosen
-from node.parts import Parts, dtype_of, model_mark
+from node.parts import Parts
 from node.replay import replay
 from node.rollouts import Rollout, to_group, train_group
 from node.routing import bounded
+from node.saving import Saving
 from node.summary import in_words, summarise
 from node.training.distill import taught
 from protocol.rules import Rejected
@@ -48,7 +46,6 @@ from swarm.experience import StoreError
 
 log = logging.getLogger(__name__)
 
-JOURNAL_RETRY_SECONDS = 10.0
 SKIPS_BEFORE_ALARM = 5
 LONGEST_REST = 30.0
 """Seconds between two of many steps that are skipped."""
@@ -71,11 +68,7 @@ class Loop:
         self.parts, self.leading, self.following = parts, leading, following
         self.own, self.foreign = OwnGroups(parts), ForeignGroups(parts, leading.followers if leading else None)
         self.evaluations = Evaluations(parts, self.foreign.share.judge)
-        self.saved: int | None = None
-        """The step that the next start will reach; None until that is known."""
-        self._checkpointed_at = parts.clock()
-        self._attempted = 0
-        """Step of the last checkpoint that this process tried to write: on a full disk not every step tries again."""
+        self.saving = Saving(parts, self.own, self.foreign.share)
         self._skips = 0
         """Steps skipped since the last one that was not."""
         self._losses = 0
@@ -105,27 +98,14 @@ class Loop:
                 p.history.event("info", "resume", await self.following.recover(p, self.own))
             return
         async with p.progress.during("recover"):
-            recovery = await p.device.run(p.checkpoints.latest)
-            records = recovery.records
-            self._check_model(records[0].state if records else recovery.state or {})
-            self.saved = records[-1].step if records else recovery.step
-            for problem in recovery.problems:
-                p.history.event("warning", "checkpoint", problem)
-            if recovery.directory is not None:
-                await p.device.run(p.trainer.load, recovery.directory)
-            if p.averaging is not None:
-                await p.device.run(p.averaging.begin, recovery.directory)
-            if recovery.state:
-                self._restore(recovery.state)
-        if recovery.directory is not None:  # by its age: what the last process trained since must not grow for ever
-            self._checkpointed_at = min(p.clock(), recovery.directory.stat().st_mtime)
+            recovery = await self.saving.load()
         await self._while_held()  # repeating steps is work too
-        await replay(p, records, apply=self._apply, restore=self._restore)
-        self.saved = p.trainer.step
+        await replay(p, recovery.records, apply=self._apply, restore=self.saving.restore)
+        self.saving.saved = p.trainer.step
         p.history.forget_after(p.trainer.step)
         await p.engine.update_weights(p.trainer.step)
         kept = self.own.go_on()
-        if recovery.directory is not None or records:
+        if recovery.directory is not None or recovery.records:
             said = f"continues after step {p.trainer.step}"
             p.history.event("info", "resume", f"{said}, {kept}" if kept else said)
         await self._offer()
@@ -245,8 +225,8 @@ class Loop:
         if self.leading is not None:
             summary["behind"] = self.foreign.behind
             summary["published"] = [asdict(version) for version in self.leading.publisher.published()]
-        record = JournalRecord(step, batch, self.state(), summary, p.config.train.model_dump(mode="json"))
-        await self._journal(record)
+        record = JournalRecord(step, batch, self.saving.state(), summary, p.config.train.model_dump(mode="json"))
+        await self.saving.journal(record)
         await self._apply(record)
         await self._offer()
         log.info("%s", in_words(step, summary, p.progress.stages["update"]))
@@ -255,8 +235,8 @@ class Loop:
             await self.evaluations.take()
         if p.averaging is not None and p.averaging.due(step, p.config.averaging.every):
             await self._average(p.averaging)
-        if self._checkpoint_is_due():
-            await self.checkpoint()
+        if self.saving.is_due():
+            await self.saving.checkpoint()
 
     def _share(self, own: Sequence[Rollout]) -> None:
         """Hand own groups to the exchange, which never waits for the network."""
@@ -280,32 +260,20 @@ class Loop:
         except TeacherError as error:
             raise StepSkipped(f"the teacher {p.teacher.name} failed: {error}") from error
 
-    async def _journal(self, record: JournalRecord) -> None:
-        """Have the update's input on disk. A full disk holds the step up until there is room: nothing is lost."""
-        p = self.parts
-        while True:
-            try:
-                async with p.progress.during("journal"):
-                    return await p.device.run(p.checkpoints.append, record)
-            except CheckpointError as error:
-                p.progress.say("WAITING", str(error), "free some disk")
-                p.history.event("error", "journal", str(error))
-                await asyncio.sleep(JOURNAL_RETRY_SECONDS)
-
     async def _apply(self, record: JournalRecord) -> None:
         """Do the journalled update, whether for the first time or after a restart, and write it down."""
         p = self.parts
         started = p.clock()
-        self._restore(record.state)
+        self.saving.restore(record.state)
         try:
             async with p.progress.during("update"):
                 await p.device.run(give_back)  # of the rollouts: the update is where a step needs the most memory
                 stats: UpdateStats = await p.device.run(p.trainer.update, record.batch, self.stop.is_set)
                 await p.device.run(give_back)
         except (Interrupted, asyncio.CancelledError):
-            self.saved = max(self.saved or 0, record.step)  # it is in the journal: the next start repeats it
+            self.saving.reaches(record.step)  # it is in the journal: the next start repeats it
             raise asyncio.CancelledError from None
-        self.saved = max(self.saved or 0, p.trainer.step)
+        self.saving.reaches(p.trainer.step)
         async with p.progress.during("weights"):
             await p.engine.update_weights(p.trainer.step)
         p.progress.memory = await p.device.run(p.trainer.memory)
@@ -326,40 +294,8 @@ class Loop:
 
     async def _average(self, averaging: Averaging) -> None:
         """A round with the nodes that are there; an outer step is in a checkpoint when this returns, or not taken."""
-        if await averaging.round(self.parts, self._keep):
-            self._checkpointed_at = self.parts.clock()
-
-    # -- beside the line -------------------------------------------------------------------------------------
-
-    def _checkpoint_is_due(self) -> bool:
-        """By steps or by age, whichever comes first: a start repeats what was trained since, and must not take long."""
-        p = self.parts
-        age = p.clock() - self._checkpointed_at
-        steps = p.trainer.step - max(p.checkpoints.base, self._attempted)
-        return steps >= p.config.checkpoint.every or age >= p.config.checkpoint.seconds
-
-    async def checkpoint(self) -> None:
-        """Write a full checkpoint. A full disk costs the checkpoint, not the training: the journal goes on."""
-        p = self.parts
-        if self.following is not None:  # its weights are on disk as they came
-            return
-        async with p.progress.during("checkpoint"):
-            try:
-                await p.device.run(self._keep)
-            except (CheckpointError, TrainerLost) as error:  # the next step has a lost trainer again
-                p.history.event("error", "checkpoint", str(error))
-        self._checkpointed_at, self._attempted = p.clock(), p.trainer.step
-
-    def _keep(self) -> None:
-        """On the model thread. Raises CheckpointError, TrainerLost."""
-        p = self.parts
-
-        def write(directory: Path) -> None:
-            p.trainer.save(directory)
-            if p.averaging is not None:
-                p.averaging.save(directory)
-
-        p.checkpoints.save(p.trainer.step, write, self.state())
+        if await averaging.round(self.parts, self.saving.keep):
+            self.saving.checkpointed_at = self.parts.clock()
 
     def _say_state(self) -> None:
         """What a new step is about; the alarm of skipped ones stands until one is not skipped."""
@@ -376,35 +312,3 @@ class Loop:
             p.progress.say("TRAINING", f"alone: no peer reachable ({tried})", "shoal doctor")
         else:
             p.progress.say("TRAINING", "alone: no peer connected", "invite somebody: shoal swarm invite")
-
-    def _check_model(self, state: Mapping[str, Any]) -> None:
-        """Raises CheckpointError when what was saved is another model's: nothing of it fits this one."""
-        p = self.parts
-        if "model" in state and state["model"] != model_mark(p.bundle):
-            raise CheckpointError(
-                f"{p.checkpoints.directory} has the steps of another model than {p.bundle.name} ; "
-                "set model.path back to it, or give another --home"
-            )
-        if "dtype" in state and state["dtype"] != dtype_of(p.bundle):
-            p.history.event(
-                "warning",
-                "resume",
-                f"the steps so far were computed in {state['dtype']}, and now it is {dtype_of(p.bundle)}: what is "
-                f"repeated comes out a little different; to have it as it was, set model.dtype to {state['dtype']}",
-            )
-
-    def state(self) -> dict[str, Any]:
-        """What a checkpoint and a journalled update say of the node besides its weights."""
-        return {
-            "model": model_mark(self.parts.bundle),
-            "dtype": dtype_of(self.parts.bundle),
-            "sampler": self.parts.sampler.state(),
-            "foreign_share": self.foreign.share.state(),
-            **self.own.state(),
-        }
-
-    def _restore(self, state: Mapping[str, Any]) -> None:
-        self.parts.sampler.restore(state["sampler"])
-        self.own.restore(state)
-        if "foreign_share" in state:  # a checkpoint of Shoal 0.1 may lack it
-            self.foreign.share.restore(state["foreign_share"])

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from node.config import Config
+from node.config_train import TrainConfig
 from node.hardware import EngineChoice, Machine, sleeps
 from node.model_shape import ModelShape
 from node.models import ModelError
@@ -24,6 +25,10 @@ SMALLEST_CACHE = 64 << 20
 """The same in bytes, for a small model."""
 AVERAGER = 400 << 20
 """Of hivemind's processes (node/averager_process.py), together."""
+LIBRARIES = 500 << 20
+"""Of a process in main memory before it has a model: torch, transformers, the tokenizer, the network, the tables."""
+SCORER = 100 << 20
+"""Of its processes in main memory, together."""
 
 
 class ModelTooBig(ModelError):
@@ -96,9 +101,12 @@ def plan_memory(
         always.append(("reference", own * width))
     if teacher is not None:
         always.append(("teacher", teacher.parameters * width))
-    update = [("gradients", trained * 4)] if trained else []
-    if trained and (kept := shape.activations(train)):
-        update.append(("activations", kept * width))
+    if not machine.gpus:
+        always += [("libraries", LIBRARIES), ("scorer", SCORER)]
+    update = [("gradients", trained * 4), *_of_pass(shape, train, machine, width)] if trained else []
+    if trained == own and shape.vocabulary:
+        # both, before they are added to each other and to those of the micro-batches before
+        update.append(("gradients of embedding and output", 2 * shape.vocabulary * shape.width * width))
     if config.averaging.method != "none" and not machine.gpus:  # it is in main memory
         always += [("outer optimizer", own * 8), ("averager", AVERAGER)]
         update = max(update, [("a round of averaging", own * 8)], key=_sum)
@@ -134,16 +142,29 @@ def plan_shards(
             always.append(("spot checks", own * width))
     if teacher is not None:
         always.append(("teacher", teacher.parameters * width))
+    if not machine.gpus:
+        always += [("libraries", LIBRARIES * (1 + shards)), ("scorer", SCORER)]
     update = [(f"{said}gradients", rows * 4)]
     if not copies:
         update.append(("gathered layers with gradients", shape.gathered() * (width + 4) * here))
-    update.append(("activations", shape.activations(train) * width * here))
+    update += [(what, size * here) for what, size in _of_pass(shape, train, machine, width)]
     return _plan(config, machine, choice, always, update, _for_rollouts(config, shape, choice, width))
 
 
 def weights_pass_through(config: Config, choice: EngineChoice) -> bool:
     """Whether a node with shards needs its own copy of the weights only to write files of them, on no GPU."""
     return choice.name == "vllm" and config.engine.transfer == "files" and not local_teacher(config.train)
+
+
+def _of_pass(shape: ModelShape, train: TrainConfig, machine: Machine, width: int) -> list[tuple[str, int]]:
+    """What a micro-batch's way there and back takes besides gradients."""
+    # without a GPU there is no error that `auto` could act on: the kernel ends the process
+    recomputed = train.gradient_checkpointing in (("on", "auto") if machine.gpus else ("on",))
+    parts = [
+        ("activations", shape.activations(train, recomputed=recomputed) * width),
+        ("output layer", shape.output_layer(train)),
+    ]
+    return [part for part in parts if part[1]]
 
 
 def _for_rollouts(config: Config, shape: ModelShape, choice: EngineChoice, width: int) -> list[tuple[str, int]]:
@@ -180,8 +201,9 @@ def check_fit(plan: MemoryPlan, shape: ModelShape) -> None:
     if plan.total > plan.limit:
         raise ModelTooBig(
             f"{shape.name} with {shape.parameters / 1e9:.2f} billion parameters does not fit: {plan}; train adapters "
-            "only (train.lora_rank), use a smaller model (model.path), model.dtype bfloat16, train.optimizer adamw8bit "
-            "on a GPU, several GPUs (train.shards), or a machine with more memory"
+            "only (train.lora_rank), compute layers twice (train.gradient_checkpointing on), use a smaller model "
+            "(model.path), model.dtype bfloat16, train.optimizer adamw8bit on a GPU, several GPUs (train.shards), or a "
+            "machine with more memory"
         )
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from node.config_train import TrainConfig
+from node.logprobs import CHUNK_BYTES, KEEP_BYTES
 from node.models import ModelError, check_directory
 
 
@@ -29,18 +30,26 @@ class ModelShape:
     """Numbers of the embedding and the output layer."""
     experts: int = 0
     """Numbers of all experts."""
+    vocabulary: int = 0
 
     def adapters(self, config: TrainConfig) -> int:
         """Numbers in the adapters of `train.lora_rank`: A is [rank, in], B is [out, rank]."""
         everywhere = config.lora_targets == ("all-linear",)
         return config.lora_rank * sum(n for name, n in self.linear.items() if everywhere or name in config.lora_targets)
 
-    def activations(self, config: TrainConfig) -> int:
+    def activations(self, config: TrainConfig, *, recomputed: bool) -> int:
         """About the most numbers that a micro-batch keeps for the way back, experts and output layer left out."""
         kept = sum(self.linear.values())
-        if config.gradient_checkpointing != "off" and self.layers:
+        if recomputed and self.layers:
             kept = self.layers * self.width + kept // self.layers  # what goes into each layer, and all of one layer
         return config.tokens_per_micro_batch * kept
+
+    def output_layer(self, config: TrainConfig) -> int:
+        """The most bytes that a micro-batch takes there (node/logprobs.py), if every token is trained on: float32
+        probabilities that are kept, and two chunks at work, scores and what is made of them.
+        """
+        scores = 4 * config.tokens_per_micro_batch * self.vocabulary
+        return min(KEEP_BYTES, scores) + 2 * min(CHUNK_BYTES, scores)
 
     def gathered(self) -> int:
         """About the most numbers of other processes' that one has at a time: embedding, output and two layers."""
@@ -77,6 +86,7 @@ def model_shape(directory: Path) -> ModelShape:
         width=config["hidden_size"],
         linear=MappingProxyType(linear),
         embedding=sum(math.prod(sizes) for name, sizes in tensors if "embed_tokens" in name or "lm_head" in name),
+        vocabulary=config["vocab_size"],
         experts=sum(math.prod(sizes) for name, sizes in tensors if ".experts." in name),
     )
 

@@ -1,6 +1,5 @@
 """The swarm that a node founds where it was told of none, and leaves by itself for the first one that it is told of."""
 
-import logging
 from typing import TYPE_CHECKING
 
 from node.home import Home, NoSwarm
@@ -9,7 +8,8 @@ from protocol.manifest import Manifest, embedded_manifest
 if TYPE_CHECKING:
     from protocol.invite import Invite
 
-log = logging.getLogger(__name__)
+LEFT = "Left swarm %s, which this node had founded for itself and was alone in"
+"""What the person has to be told after `enter`."""
 
 
 def own_manifest(home: Home, genesis: float) -> Manifest:
@@ -29,7 +29,6 @@ def enter(home: Home, invite: "Invite") -> str:
     else:
         if present.manifest_digest != invite.manifest_digest and is_alone(home):
             left = home.leave()
-            log.info("left swarm %s, which this node had founded for itself and was alone in", left)
     home.join(invite)
     return left
 

@@ -139,8 +139,8 @@ class DaemonView:
             node.manifest,
             node.clock(),
             members=members_seen(node),
-            invite=node.invite_uri(),
-            invite_caution=node.invite_caution(),
+            invite=node.presence.invite_uri(),
+            invite_caution=node.presence.invite_caution(),
             coordinator=None
             if rounds is None
             else coordination(rounds.following, said=rounds.entering.said, listed=rounds.entering.listed),
@@ -237,9 +237,9 @@ def _step(loop: "Loop | None", last: int) -> int:
     """The node's step; until it has recovered, the `last` one in its history, which it goes on from."""
     if loop is None:
         return last
-    if loop.following is None and loop.saved is None:
+    if loop.following is None and loop.saving.saved is None:
         return max(loop.parts.trainer.step, last)
-    return max(loop.parts.trainer.step, loop.saved or 0)
+    return max(loop.parts.trainer.step, loop.saving.saved or 0)
 
 
 def _policy_skipped(node: "Daemon") -> int | None:

@@ -19,6 +19,7 @@ from swarm.accounts import Accounts
 from swarm.allowance import Allowance
 from swarm.averaging import Averager
 from swarm.newest import remember
+from swarm.requests import decoded
 from swarm.transport import Busy, Transport, TransportError
 
 log = logging.getLogger(__name__)
@@ -66,12 +67,7 @@ class AveragerFinding:
             raise Rejected(Reason.banned, f"{peer} is not on the coordinator's member list")
         if not self._allowance.take(peer):
             raise Busy(ASK_AGAIN_SECONDS)
-        try:
-            request = msgspec.msgpack.decode(data, type=AveragerRequest)
-        except (msgspec.DecodeError, RecursionError) as error:
-            rejected = Rejected(Reason.malformed, f"request for an averager: {error}")
-            self._accounts.offence(rejected, peer)
-            raise rejected from error
+        request = decoded(data, AveragerRequest, peer, self._accounts.offence)
         own = _OWN.fullmatch(self._averager.addresses[0]) if self._averager.addresses else None
         if (request.swarm, request.rounds) != (self._swarm, self._rounds) or own is None:
             return b""

@@ -8,7 +8,6 @@ where the swarm is listed. What it signed and was handed in is on disk first, so
 import asyncio
 import math
 from collections.abc import Callable
-from typing import TypeVar
 
 import msgspec
 
@@ -53,6 +52,7 @@ from swarm.gate import AnnouncementGate
 from swarm.membership import Membership, NotAdmitted
 from swarm.reception import IDLE_ROUNDS, Reception
 from swarm.reports import Reports
+from swarm.requests import charge, decoded
 from swarm.rounds import Following
 from swarm.transport import Busy, Message, OversizeRequest, PeerConnected, Transport
 
@@ -69,8 +69,6 @@ REVISE_SECONDS = 5.0
 MAX_WAITING = 256 << 20
 """Bytes of answers that wait to be scored; who comes later is asked to come again."""
 BUSY_SECONDS = 5.0
-
-_Request = TypeVar("_Request", EnterRequest, ReportRequest)
 
 
 class Coordinator:
@@ -332,8 +330,8 @@ class Coordinator:
     # -- what members ask ------------------------------------------------------------------------------------
 
     async def _enter(self, peer: str, data: bytes) -> bytes:
-        self._charge(peer)
-        request = self._decoded(peer, data, EnterRequest)
+        charge(self._asks, peer, 1)
+        request = decoded(data, EnterRequest, peer, self._complaints.note)
         if request.swarm != self.manifest.digest:
             raise Rejected(Reason.wrong_swarm, f"asked about swarm {request.swarm.hex()[:12]}")
         if not self.leading:
@@ -351,8 +349,8 @@ class Coordinator:
     async def _report(self, peer: str, data: bytes) -> bytes:
         if self.access.barred(peer):
             raise Rejected(Reason.banned, f"{peer} is no member")
-        self._charge(peer)
-        request = self._decoded(peer, data, ReportRequest)
+        charge(self._asks, peer, 1)
+        request = decoded(data, ReportRequest, peer, self._complaints.note)
         if request.swarm != self.manifest.digest:
             raise Rejected(Reason.wrong_swarm, f"asked about swarm {request.swarm.hex()[:12]}")
         self._attendance.saw(peer)
@@ -381,16 +379,3 @@ class Coordinator:
         if sum(len(answer.encode()) for answer in request.answers if answer) > room:
             return f"the answers are longer than {room} bytes together"
         return ""
-
-    def _charge(self, peer: str) -> None:
-        if wait := self._asks.wait(peer):
-            raise Busy(wait)
-        self._asks.spend(peer, 1)
-
-    def _decoded(self, peer: str, data: bytes, kind: type[_Request]) -> _Request:
-        try:
-            return msgspec.msgpack.decode(data, type=kind)
-        except (msgspec.DecodeError, RecursionError) as error:
-            rejected = Rejected(Reason.malformed, f"{kind.__name__}: {error}")
-            self._complaints.note(rejected, peer)
-            raise rejected from error

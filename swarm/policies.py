@@ -14,8 +14,6 @@ import os
 from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 
-import msgspec
-
 from protocol.identity import peer_id_of
 from protocol.messages import MAX_REQUEST_BYTES
 from protocol.policy import (
@@ -29,8 +27,8 @@ from protocol.policy import (
 from protocol.rejection import Reason, Rejected
 from swarm.accounts import Accounts
 from swarm.allowance import Allowance
-from swarm.serving import REQUEST_COST
-from swarm.transport import Busy, Transport
+from swarm.requests import Request, charge, decoded
+from swarm.transport import Transport
 
 log = logging.getLogger(__name__)
 
@@ -179,32 +177,18 @@ class PolicyServing:
         transport.serve(PIECES_PROTOCOL, self.piece, max_request=MAX_REQUEST_BYTES)
 
     async def head(self, peer: str, data: bytes) -> bytes:
-        self._charge(peer)
-        try:
-            request = msgspec.msgpack.decode(data, type=PolicyRequest)
-        except (msgspec.DecodeError, RecursionError) as error:
-            raise self._offence(peer, error) from error
+        request = self._admitted(peer, data, PolicyRequest)
         return self._store.head() if peer_id_of(request.leader) == self._leader else b""
 
     async def piece(self, peer: str, data: bytes) -> bytes:
-        self._charge(peer)
-        try:
-            request = msgspec.msgpack.decode(data, type=PieceRequest)
-        except (msgspec.DecodeError, RecursionError) as error:
-            raise self._offence(peer, error) from error
+        request = self._admitted(peer, data, PieceRequest)
         piece = await asyncio.to_thread(self._store.read, request.piece)
         # all of it was read and hashed, whatever is sent: an offset near its end must not make that free
         self._allowance.spend(peer, len(piece))
         return piece[request.offset :]
 
-    def _charge(self, peer: str) -> None:
+    def _admitted(self, peer: str, data: bytes, kind: type[Request]) -> Request:
         if self._refused(peer):
             raise Rejected(Reason.banned, f"{peer} is not on the coordinator's member list")
-        if wait := self._allowance.wait(peer):
-            raise Busy(wait)
-        self._allowance.spend(peer, REQUEST_COST)
-
-    def _offence(self, peer: str, error: Exception) -> Rejected:
-        rejected = Rejected(Reason.malformed, f"request for a policy: {error}")
-        self._accounts.offence(rejected, peer)
-        return rejected
+        charge(self._allowance, peer)
+        return decoded(data, kind, peer, self._accounts.offence)

@@ -9,7 +9,6 @@ import hashlib
 import random
 from collections import deque
 from collections.abc import Callable
-from typing import TypeVar
 
 import msgspec
 
@@ -35,8 +34,9 @@ from swarm.allowance import Allowance
 from swarm.clocks import Ahead
 from swarm.database import StoreError
 from swarm.gate import JUDGED_ALIKE
+from swarm.requests import charge, decoded
 from swarm.round_log import Fault, Kept, RoundLog
-from swarm.transport import Busy, Transport, TransportError
+from swarm.transport import Transport, TransportError
 
 SYNC_SECONDS = 30.0
 ASKERS = 2
@@ -50,10 +50,7 @@ GOSSIP_RATE, GOSSIP_BURST = 8.0, 64.0
 """Records a second taken from one forwarder, and at once after a silence."""
 ANSWER_RATE, ANSWER_BURST = 256 * 1024.0, 4 * 1024 * 1024.0
 """Bytes that one peer is answered with, in the long run and at once: a few boards of the largest swarm."""
-REQUEST_COST = 256.0
 LIST_TRIES = 4
-
-Request = TypeVar("Request", RoundsRequest, ListRequest)
 
 
 class Following:
@@ -359,7 +356,8 @@ class Following:
         transport.serve(LISTS_PROTOCOL, self._answer_list, max_request=MAX_REQUEST_BYTES)
 
     async def _answer_rounds(self, peer: str, data: bytes) -> bytes:
-        request = self._admitted(peer, data, RoundsRequest)
+        charge(self._allowance, peer)
+        request = decoded(data, RoundsRequest, peer, self.on_offence)
         if request.swarm != self.manifest.digest:
             raise Rejected(Reason.wrong_swarm, f"asked about swarm {request.swarm.hex()[:12]}")
         self.on_asked(peer)
@@ -368,19 +366,9 @@ class Following:
         return self._counted(peer, msgspec.msgpack.encode(RoundsResponse(tuple(records), tuple(proofs))))
 
     async def _answer_list(self, peer: str, data: bytes) -> bytes:
-        request = self._admitted(peer, data, ListRequest)
+        charge(self._allowance, peer)
+        request = decoded(data, ListRequest, peer, self.on_offence)
         return self._counted(peer, self.log.list_body(request.digest) or b"")
-
-    def _admitted(self, peer: str, data: bytes, kind: type[Request]) -> Request:
-        if wait := self._allowance.wait(peer):
-            raise Busy(wait)
-        self._allowance.spend(peer, REQUEST_COST)
-        try:
-            return msgspec.msgpack.decode(data, type=kind)
-        except (msgspec.DecodeError, RecursionError) as error:
-            rejected = Rejected(Reason.malformed, f"{kind.__name__}: {error}")
-            self.on_offence(rejected, peer)
-            raise rejected from error
 
     def _counted(self, peer: str, answer: bytes) -> bytes:
         self._allowance.spend(peer, len(answer))

@@ -5,7 +5,6 @@ peer that has had its share of bytes is asked to wait: a request of 2 KB may ask
 """
 
 from collections.abc import Callable
-from typing import TypeVar
 
 import msgspec
 
@@ -28,18 +27,15 @@ from protocol.rules import Reason, Rejected
 from swarm.accounts import Accounts
 from swarm.allowance import Allowance
 from swarm.experience import ExperienceStore
-from swarm.transport import Busy, Transport
+from swarm.requests import Request, charge, decoded
+from swarm.transport import Transport
 
 ANSWER_RATE = 1024.0 * 1024.0
 """Bytes a second that one peer is answered with in the long run: what some thousand groups of short answers take."""
 ANSWER_BURST = 16 * ANSWER_RATE
 """Bytes at once after a silence: all that a node pulls to fill its pool, with long answers too."""
-REQUEST_COST = 256.0
-"""What any request counts for besides its answer's bytes, so that empty answers are not free."""
 LIVE_COST = 32 * 1024.0
 """What one for announcements counts for besides: to find those that a peer lacks takes milliseconds of the database."""
-
-Request = TypeVar("Request", GroupRequest, BatchRequest, LiveRequest)
 
 
 class Serving:
@@ -90,7 +86,9 @@ class Serving:
     async def live(self, peer: str, data: bytes) -> bytes:
         request = self._admitted(peer, data, LiveRequest)
         if request.swarm != self._manifest.digest:
-            raise self._offence(peer, Rejected(Reason.wrong_swarm, f"asked about swarm {request.swarm.hex()[:12]}"))
+            rejected = Rejected(Reason.wrong_swarm, f"asked about swarm {request.swarm.hex()[:12]}")
+            self._accounts.offence(rejected, peer)
+            raise rejected
         now = self._clock()
         live = self._store.announcements.live(
             now,
@@ -107,20 +105,13 @@ class Serving:
         """The request, if the peer may be answered now. Raises Busy, or Rejected when it does not decode or may not."""
         if self._refused(peer):
             raise Rejected(Reason.banned, f"{peer} is not on the coordinator's member list")
-        _charge(self._allowance, peer)
-        try:
-            return msgspec.msgpack.decode(data, type=kind)
-        except (msgspec.DecodeError, RecursionError) as error:
-            raise self._offence(peer, Rejected(Reason.malformed, f"{kind.__name__}: {error}")) from error
+        charge(self._allowance, peer)
+        return decoded(data, kind, peer, self._accounts.offence)
 
     def _counted(self, peer: str, answer: bytes) -> bytes:
         self._allowance.spend(peer, len(answer))
         self._accounts.counters.bytes_out += len(answer)
         return answer
-
-    def _offence(self, peer: str, rejected: Rejected) -> Rejected:
-        self._accounts.offence(rejected, peer)
-        return rejected
 
 
 def serve_manifest(transport: Transport, manifest: Manifest, clock: Callable[[], float]) -> None:
@@ -134,22 +125,10 @@ def _serve_manifest(
     raw = manifest.to_bytes()
 
     async def answer(peer: str, data: bytes) -> bytes:
-        _charge(allowance, peer)
-        try:
-            request = msgspec.msgpack.decode(data, type=ManifestRequest)
-        except (msgspec.DecodeError, RecursionError) as error:
-            rejected = Rejected(Reason.malformed, f"request for a manifest: {error}")
-            on_offence(rejected, peer)
-            raise rejected from error
+        charge(allowance, peer)
+        request = decoded(data, ManifestRequest, peer, on_offence)
         found = raw if request.digest == manifest.digest else b""
         allowance.spend(peer, len(found))
         return found
 
     transport.serve(MANIFEST_PROTOCOL, answer, max_request=MAX_REQUEST_BYTES)
-
-
-def _charge(allowance: Allowance, peer: str) -> None:
-    """Take the price of a request. Raises Busy when the peer has had its share."""
-    if wait := allowance.wait(peer):
-        raise Busy(wait)
-    allowance.spend(peer, REQUEST_COST)

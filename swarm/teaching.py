@@ -24,7 +24,7 @@ from protocol.teaching import (
 )
 from swarm.accounts import Accounts
 from swarm.allowance import Allowance
-from swarm.serving import REQUEST_COST
+from swarm.requests import REQUEST_COST, charge
 from swarm.transport import Busy, Transport, TransportError
 
 MAX_QUESTIONS, MAX_OF_ONE = 32, 4
@@ -80,9 +80,7 @@ class TeachServing:
         """The answer, if it is there. Raises Busy: come back for it; Rejected."""
         if self._refused(peer):
             raise Rejected(Reason.banned, f"{peer} is not on the coordinator's member list")
-        if wait := self._requests.wait(peer):
-            raise Busy(wait)
-        self._requests.spend(peer, REQUEST_COST + len(data))
+        charge(self._requests, peer, REQUEST_COST + len(data))
         key = hashlib.sha256(peer.encode() + b"\n" + data).digest()
         question = self._questions.get(key)
         if question is None:
@@ -106,9 +104,7 @@ class TeachServing:
         waiting = [kept.peer for kept in self._questions.values() if not kept.answer]
         if len(waiting) >= MAX_QUESTIONS or waiting.count(peer) >= MAX_OF_ONE:
             raise Busy(COME_BACK_SECONDS)
-        if wait := self._tokens.wait(peer):
-            raise Busy(wait)
-        self._tokens.spend(peer, request.tokens)
+        charge(self._tokens, peer, request.tokens)
         self._questions[key] = _Question(peer, request, now)
         self._news.set()
 

@@ -87,8 +87,7 @@ def init(session: Session, name: str, file: Path | None, public: bool, standbys:
 @with_session
 def up(session: Session, invite: str | None, name: str | None) -> None:
     """Coordinate the swarm of this home until Ctrl-C."""
-    from node.cli.up import leave_at_once
-    from node.own_swarm import enter
+    from node.cli.up import enter_swarm, leave_at_once
     from node.settings import load
     from protocol.invite import Invite
 
@@ -99,8 +98,7 @@ def up(session: Session, invite: str | None, name: str | None) -> None:
     home = session.unlocked()
     link = invite or settings.config.swarm.join
     if link:
-        with home.lock():
-            enter(home, Invite.parse(link))
+        enter_swarm(home, Invite.parse(link))
     elif name and not home.invite_path.exists():
         from node.coordinator.at_rest import begin
 

@@ -41,7 +41,7 @@ class NobodyToAsk(Exception):
 def join(session: Session, wanted: str, via: Sequence[str]) -> None:
     """Belong to a swarm from the next start on: of an invite (shoal:...), or a public one by its name or digest."""
     from node.cli.output import emit, tell
-    from node.own_swarm import enter
+    from node.own_swarm import LEFT, enter
     from protocol.invite import SCHEME, Invite
 
     home = session.node()
@@ -59,7 +59,7 @@ def join(session: Session, wanted: str, via: Sequence[str]) -> None:
         emit({"swarm": invitation.name, "digest": digest, "left": left})
         return
     if left:
-        tell(session, f"Left swarm {left}, which this node had founded for itself and was alone in")
+        tell(session, LEFT % left)
     tell(session, f"Joined swarm {invitation.name} ({digest[:12]})\nNext: shoal up")
 
 

@@ -155,11 +155,13 @@ def leave_at_once(number: int, frame: object) -> NoReturn:
 def enter_swarm(home: "Home", invitation: "Invite | None") -> None:
     """Join the swarm of the invite, if one is given; else see that the home is in one, if need be of its own."""
     from node.home import NoSwarm
-    from node.own_swarm import enter, own_manifest
+    from node.own_swarm import LEFT, enter, own_manifest
 
     if invitation is not None:
         with home.lock():
-            enter(home, invitation)
+            left = enter(home, invitation)
+        if left:
+            log.warning(LEFT, left)
         return
     try:
         home.swarm()

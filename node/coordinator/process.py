@@ -7,40 +7,29 @@ at any instant and goes on where it was.
 import asyncio
 import json
 import logging
-import os
-import signal
 import time
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
-from node.addresses import caution, reachable
 from node.config import CoordinatorConfig
 from node.coordinator.view import CoordinatorView
-from node.history import History
-from node.home import DaemonInfo, Home
-from node.joining import keep_port, know_manifest, listen_address
-from node.leaving import STOP_SECONDS, innermost, leave
-from node.progress import Progress
+from node.home import Home
+from node.joining import know_manifest
+from node.presence import Presence, leave
 from node.scorer import Scorer, ScorerError, make_scorer
 from node.settings import Settings
 from protocol.board import most_members
-from protocol.invite import Invite
 from protocol.manifest import Manifest, check_local_limits
 from protocol.messages import MAX_ANSWERS
 from protocol.rollout import TaskRef
 from protocol.rounds import Pace
 from swarm.coordinator import Coordinator
-from swarm.directory import list_in_directory
 from swarm.evaluation import ScoringUnavailable
-from swarm.libp2p_transport import Libp2pTransport
 from swarm.membership import Membership
-from swarm.peers import Discovery
 from swarm.reports import Reports
 from swarm.round_log import RoundLog
 from swarm.rounds import Following
 from swarm.serving import serve_manifest
-from swarm.throttle import Throttle
-from web.server import WebServer
 
 log = logging.getLogger(__name__)
 
@@ -76,89 +65,31 @@ class CoordinatorProcess:
 
     def __init__(self, home: Home, settings: Settings, *, clock: Callable[[], float]) -> None:
         self.home, self.settings, self.config, self.clock = home, settings, settings.config, clock
-        self.identity = home.identity()
-        self.started_at = clock()
-        self.progress = Progress(clock, self.config.limits.stage_seconds, since=clock())
-        self.history = History(home.database, clock)
-        self.stopped = asyncio.Event()
+        presence = self.presence = Presence(home, self.config, clock, "coordinator")
+        self.identity, self.started_at, self.progress = presence.identity, presence.started_at, presence.progress
+        self.history, self.transport = presence.history, presence.transport
         self.manifest: Manifest | None = None
         self.scorer: Scorer | None = None
         self.coordinator: Coordinator | None = None
-        swarm, network = home.swarm(), self.config.network
-        throttle = Throttle()
-        throttle.limit(self.config.limits.upload_kbps, self.config.limits.download_kbps)
-        self.transport = Libp2pTransport(
-            self.identity,
-            [listen_address(home, network)],
-            announce=network.announce,
-            psk=swarm.psk,
-            throttle=throttle,
-        )
-        self.discovery = Discovery(
-            self.transport,
-            (*swarm.bootstrap, *network.bootstrap),
-            swarm.manifest_digest,
-            clock=time.monotonic,
-        )
 
     async def main(self, *, as_json: bool = False) -> int:
         """Run everything; 0 after a stop, 1 after a failure that is written to the log and the history."""
-        loop = asyncio.get_running_loop()
-        for signum in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(signum, self.stopped.set)
-        services, stop = asyncio.create_task(self._services()), asyncio.create_task(self.stopped.wait())
-        await asyncio.wait({services, stop}, return_when=asyncio.FIRST_COMPLETED)
-        code = 0
-        if services.done():
-            error = services.exception()
-            assert error is not None  # they end by nothing else
-            error = innermost(error)
-            said = self.progress.fail(error)
-            log.error("the coordinator failed", exc_info=error)
-            self.history.event("error", "failed", said)
-            code = 1
-        else:
-            self.progress.say("STOPPING", "a stop was asked for")
-        services.cancel()
-        stop.cancel()
-        _, pending = await asyncio.wait({services}, timeout=STOP_SECONDS)
-        self.history.event("info", "stop", "the coordinator stopped; its log goes on from here at the next start")
-        self.history.close()
-        if as_json:
-            print(json.dumps({"state": self.progress.state, "reason": self.progress.reason}), flush=True)  # noqa: T201
-        if pending:
-            log.warning("the services did not stop within %.0f s; leaving them", STOP_SECONDS)
-            leave(self.home, code)  # asyncio would wait for them without end
-        return code
+
+        def goodbye(code: int) -> None:
+            self.history.event("info", "stop", "the coordinator stopped; its log goes on from here at the next start")
+            self.history.close()
+            if as_json:
+                print(json.dumps({"state": self.progress.state, "reason": self.progress.reason}), flush=True)  # noqa: T201
+
+        return await self.presence.run(self._services(), self.presence.stopped.set, goodbye)
 
     async def _services(self) -> None:
-        web = WebServer(
-            CoordinatorView(self),
-            host=self.config.web.host,
-            port=self.config.web.port,
-            token=self.home.token(),
-            allowed_hosts=self.config.web.allowed_hosts,
-            clock=self.clock,
-        )
-        await self.transport.start()
-        try:
-            await web.start()
-            self.home.write_daemon(DaemonInfo(os.getpid(), web.url, self.started_at, self.transport.addresses()))
-            keep_port(self.home, self.config.network, self.transport)
-            log.info("the dashboard is at %s (sign in with: %s)", web.url, self.home.command("open"))
-            log.info("coordinator %s listens at %s", self.identity.peer_id, ", ".join(self.transport.addresses()))
-            async with asyncio.TaskGroup() as services:
-                services.create_task(self._watch_transport(), name="transport")
-                services.create_task(self.discovery.run(), name="discovery")
-                services.create_task(self._coordinate(), name="coordinator")
-        finally:
-            await web.stop()
-            if self.scorer is not None:
-                await self.scorer.close()
-            await self.transport.stop()
+        async with self.presence.services(CoordinatorView(self), self._close) as services:
+            services.create_task(self.presence.told(self._coordinate()), name="coordinator")
 
-    async def _watch_transport(self) -> None:
-        raise await self.transport.failed()
+    async def _close(self) -> None:
+        if self.scorer is not None:
+            await self.scorer.close()
 
     async def _coordinate(self) -> None:
         manifest = await know_manifest(self.home, self.transport, self.progress, self.config.network.request_timeout)
@@ -180,18 +111,9 @@ class CoordinatorProcess:
             tasks.create_task(self.coordinator.run(), name="rounds")
             tasks.create_task(self._say(self.coordinator), name="state")
             if self.home.is_listed():
-                tasks.create_task(self._list(self.coordinator, manifest), name="directory")
-
-    async def _list(self, coordinator: Coordinator, manifest: Manifest) -> None:
-        """Tell the public directory of this swarm."""
-        await list_in_directory(
-            self.transport,
-            self.identity,
-            manifest,
-            clock=self.clock,
-            addresses=lambda: reachable(self.transport.addresses()),
-            members=lambda: len(coordinator.membership.members()),
-        )
+                members = self.coordinator.membership.members
+                listing = self.presence.list_publicly(manifest, lambda: len(members()))
+                tasks.create_task(listing, name="directory")
 
     def _make(self, manifest: Manifest) -> Coordinator:
         config, database = self.config.coordinator, self.home.database
@@ -261,11 +183,3 @@ class CoordinatorProcess:
             else:
                 self.progress.say("IDLE", f"round {record.number} is {record.state.name}, {present} members present")
             await asyncio.sleep(SAY_SECONDS)
-
-    def invite_uri(self) -> str:
-        """A link without a token: it lets nobody new into a listed swarm (`shoal coordinator invite` does)."""
-        swarm = self.home.swarm()
-        return Invite(swarm.manifest_digest, reachable(self.transport.addresses()), swarm.psk, swarm.name).to_uri()
-
-    def invite_caution(self) -> str:
-        return caution(reachable(self.transport.addresses()), self.config.network.announce)

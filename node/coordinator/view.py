@@ -102,8 +102,8 @@ class CoordinatorView:
             node.manifest,
             node.clock(),
             members=len(lead.membership.members()) if lead else 0,
-            invite=node.invite_uri(),
-            invite_caution=node.invite_caution(),
+            invite=node.presence.invite_uri(),
+            invite_caution=node.presence.invite_caution(),
             coordinator=coordination(lead.following, leading=lead.leading, heard=lead.heard()) if lead else None,
         )
 
@@ -142,4 +142,4 @@ class CoordinatorView:
         self.pause("")
 
     def stop(self) -> None:
-        self.node.stopped.set()
+        self.node.presence.stopped.set()

@@ -318,7 +318,7 @@ class _Offline:
                 f" {trainer.step}{where} ; try fewer --steps or a lower --learning-rate, or add --force"
             )
         trainer.step += 1
-        await self.device.run(loop.parts.checkpoints.save, trainer.step, trainer.save, loop.state())
+        await self.device.run(loop.parts.checkpoints.save, trainer.step, trainer.save, loop.saving.state())
         self.history.record_evaluation(trainer.step, {k: v for k, v in after.items() if k != "mean"})
         self.history.event(
             "info",

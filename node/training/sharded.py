@@ -88,7 +88,7 @@ class ShardedTrainer:
         """Use these settings from the next update on. Raises ModelError, TrainerLost."""
         if config == self.config:
             return
-        self._ask(Configure(self._within_memory(config).model_dump(mode="json")))
+        self._ask(Configure(self._within_memory(config).model_dump(mode="json")), self._until())
         self.config = config
 
     def update(self, batch: Batch, should_stop: Callable[[], bool] = lambda: False) -> UpdateStats:
@@ -106,7 +106,7 @@ class ShardedTrainer:
 
     def logprobs(self, groups: Sequence[TrainGroup]) -> list[list[tuple[float, ...]]]:
         """log-probability of every sequence token under the current policy; [group][sequence][token]."""
-        return self._ask(Logprobs(tuple(groups)))[0].logprobs
+        return self._ask(Logprobs(tuple(groups)), self._until())[0].logprobs
 
     # -- files -------------------------------------------------------------------------------------------------
 
@@ -131,11 +131,12 @@ class ShardedTrainer:
 
     def _written(self, directory: Path, command: type[Save] | type[Export]) -> None:
         """Have workers write files into a directory of the node's. Raises OSError."""
+        until = self._until()
         if self._passing is None:
-            self._ask(command(str(directory)))
+            self._ask(command(str(directory)), until)
             return
         with self._passed(self._passing) as seen:
-            self._ask(command(str(seen)))
+            self._ask(command(str(seen)), until)
             for file in seen.iterdir():
                 shutil.move(file, directory / file.name)
 
@@ -156,7 +157,7 @@ class ShardedTrainer:
     def memory(self) -> Mapping[str, int]:
         """Bytes held by all workers together, by kind."""
         total: dict[str, int] = {}
-        for done in self._ask(Memory()):
+        for done in self._ask(Memory(), self._until()):
             for kind, held in done.memory.items():
                 total[kind] = total.get(kind, 0) + held
         return total
@@ -167,16 +168,12 @@ class ShardedTrainer:
     # -- workers -----------------------------------------------------------------------------------------------
 
     def _until(self) -> float:
-        """When a stage that begins now has to be done, however often workers are asked in it."""
+        """When a method that begins now has to be done: each takes one stage's time, however often it asks workers."""
         return time.monotonic() + self._seconds()
 
-    def _ask(
-        self, command: Command, until: float | None = None, should_stop: Callable[[], bool] = lambda: False
-    ) -> list[Done]:
-        """`until`: None gives a deadline of its own."""
-        seconds = self._seconds() if until is None else max(0.0, until - time.monotonic())
+    def _ask(self, command: Command, until: float, should_stop: Callable[[], bool] = lambda: False) -> list[Done]:
         try:
-            answers = self.workers.ask(command, seconds, should_stop)
+            answers = self.workers.ask(command, max(0.0, until - time.monotonic()), should_stop)
         except WorkersLost as lost:
             raise self._lost(lost) from lost
         failures = [answer for answer in answers if isinstance(answer, Failed)]

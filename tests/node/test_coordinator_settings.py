@@ -27,5 +27,5 @@ async def test_peers_are_dialled_by_a_clock_that_nobody_sets(home: Home) -> None
     home.found(embedded_manifest("lab", 1e9))
     settings = load(home)
     for made in (CoordinatorProcess(home, settings, clock=time.time), Daemon(home, settings, clock=time.time)):
-        assert made.discovery._clock is time.monotonic
+        assert made.presence.discovery._clock is time.monotonic
         made.history.close()

@@ -64,9 +64,10 @@ def test_the_view_of_a_coordinator_is_a_nodes(home: Home) -> None:
     process: Any = SimpleNamespace(
         home=home, settings=load(home), config=load(home).config, identity=home.identity(), manifest=manifest,
         coordinator=lead, clock=time.time, started_at=time.time() - 5, progress=progress, history=history,
-        transport=SimpleNamespace(peers=lambda: ("b", "a"), stats=lambda: stats), invite_uri=lambda: "shoal:x",
-        invite_caution=lambda: "",
-        stopped=SimpleNamespace(set=lambda: None),
+        transport=SimpleNamespace(peers=lambda: ("b", "a"), stats=lambda: stats),
+        presence=SimpleNamespace(
+            invite_uri=lambda: "shoal:x", invite_caution=lambda: "", stopped=SimpleNamespace(set=lambda: None)
+        ),
     )  # fmt: skip
     view = CoordinatorView(process)
     assert is_as_described("Status", view.status())

@@ -1,7 +1,6 @@
 """The loop's life around a step: recovering from the journal, pausing, and trouble that costs one step only."""
 
 import asyncio
-import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -9,7 +8,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
 from node.checkpoint import CheckpointError, CheckpointStore
 from node.config import Config
@@ -21,7 +19,6 @@ from node.interfaces import Batch, Interrupted, StepSkipped, UpdateStats
 from node.journal import JournalRecord
 from node.limits import Hold
 from node.loop import Loop
-from node.parts import model_mark
 from node.progress import Progress
 from node.scorer import ScorerError
 from protocol.manifest import embedded_manifest
@@ -97,7 +94,7 @@ async def test_recovery_repeats_the_steps_that_were_done_and_not_those_tried_aga
     loop = make_loop(trainer, [1, 2, 2, 2, 3])
     await loop.recover()
     assert trainer.given == [1, 2, 3]
-    assert loop.saved == trainer.step == 3
+    assert loop.saving.saved == trainer.step == 3
     assert (loop.own.position.epoch, loop.own.position.taken) == (3, 8)
     assert [step["step"] for step in loop.parts.history.steps(0, 10)] == [1, 2, 3]
 
@@ -105,14 +102,14 @@ async def test_recovery_repeats_the_steps_that_were_done_and_not_those_tried_aga
 async def test_a_last_step_that_is_skipped_is_not_counted_as_saved(make_loop: Callable[..., Loop]) -> None:
     loop = make_loop(FakeTrainer(skip=[3]), [1, 2, 3])
     await loop.recover()
-    assert loop.saved == loop.parts.trainer.step == 2
+    assert loop.saving.saved == loop.parts.trainer.step == 2
 
 
 async def test_a_step_that_can_no_longer_be_repeated_is_not_passed_over(make_loop: Callable[..., Loop]) -> None:
     loop = make_loop(FakeTrainer(skip=[2]), [1, 2, 3])
     with pytest.raises(CheckpointError, match="journalled step 2 cannot be repeated: no memory"):
         await loop.recover()
-    assert loop.saved == 3  # it is all on disk still
+    assert loop.saving.saved == 3  # it is all on disk still
 
 
 async def test_many_skipped_steps_are_told_with_what_to_do_until_one_is_not(
@@ -167,7 +164,7 @@ async def test_a_stop_amid_an_update_counts_what_is_in_the_journal(make_loop: Ca
         await loop._apply(JournalRecord(step, Batch(step, ()), STATE, {"foreign_groups": 0}))
     with pytest.raises(asyncio.CancelledError):
         await loop._apply(JournalRecord(3, Batch(3, ()), STATE, {"foreign_groups": 0}))
-    assert (loop.parts.trainer.step, loop.saved) == (2, 3)
+    assert (loop.parts.trainer.step, loop.saving.saved) == (2, 3)
 
 
 async def test_a_stop_amid_replay_knows_what_is_saved(make_loop: Callable[..., Loop]) -> None:
@@ -182,7 +179,7 @@ async def test_a_stop_amid_replay_knows_what_is_saved(make_loop: Callable[..., L
     recovering.cancel()
     with pytest.raises(asyncio.CancelledError):
         await recovering
-    assert loop.parts.trainer.step < 8 == loop.saved
+    assert loop.parts.trainer.step < 8 == loop.saving.saved
 
 
 async def test_a_pause_covers_what_it_holds_up_until_it_is_over(make_loop: Callable[..., Loop]) -> None:
@@ -303,63 +300,6 @@ async def test_the_best_weights_are_those_that_could_be_written(
     assert [event["message"] for event in loop.parts.history.events(None, 9)] == ["no room"]
 
 
-async def test_a_checkpoint_is_due_by_steps_or_by_age(make_loop: Callable[..., Loop]) -> None:
-    loop = make_loop(FakeTrainer())
-    now = 10_000.0
-    loop.parts.clock = lambda: now
-    loop._checkpointed_at = now - 599
-    assert [step for step in range(1, 26) if _due_at(loop, step)] == [25]
-    loop._checkpointed_at = now - 600
-    assert _due_at(loop, 7)
-
-
-def _due_at(loop: Loop, step: int) -> bool:
-    loop.parts.trainer.step = step
-    return loop._checkpoint_is_due()
-
-
-async def test_a_checkpoint_that_was_missed_at_its_step_is_made_up_for(
-    make_loop: Callable[..., Loop], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    loop = make_loop(LoadingTrainer())
-    monkeypatch.setattr(loop, "_keep", lambda: None)  # as if the disk were full
-    due = []
-    for step in range(30, 90):  # the steps before were repeated at a start
-        if _due_at(loop, step):
-            due.append(step)
-            await loop.checkpoint()
-    assert due == [30, 55, 80]
-
-
-async def test_the_age_of_a_checkpoint_goes_on_over_a_restart(
-    make_loop: Callable[..., Loop], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("node.loop.model_mark", lambda bundle: "a model")
-    monkeypatch.setattr("node.loop.dtype_of", lambda bundle: "float32")
-
-    def write(directory: Path) -> None:
-        (directory / "model").write_text("w")
-
-    saving = CheckpointStore(tmp_path / "checkpoints", 2)
-    saving.latest()
-    os.utime(saving.save(3, write, STATE), (time.time() - 500,) * 2)
-    saving.append(JournalRecord(4, Batch(4, ()), STATE, {"foreign_groups": 0}))
-    loop = make_loop(LoadingTrainer())
-    await loop.recover()
-    assert loop.parts.trainer.step == 4
-    assert 499 < time.time() - loop._checkpointed_at < 560
-    await loop.checkpoint()
-    assert time.time() - loop._checkpointed_at < 30
-
-
-class LoadingTrainer(FakeTrainer):
-    def load(self, directory: Path) -> None:
-        self.step = int(directory.name.removeprefix("step-"))
-
-    def save(self, directory: Path) -> None:
-        (directory / "model").write_text("w")
-
-
 async def test_time_in_a_pause_is_no_age_of_a_step(
     make_loop: Callable[..., Loop], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -429,7 +369,7 @@ async def test_a_start_that_is_held_repeats_no_step_until_it_may(make_loop: Call
     loop.unpaused.clear()
     recovering = asyncio.create_task(loop.recover())
     await asyncio.sleep(0.2)
-    assert (loop.parts.progress.stage, loop.saved, trainer.given) == ("paused", 2, [])
+    assert (loop.parts.progress.stage, loop.saving.saved, trainer.given) == ("paused", 2, [])
     loop.unpaused.set()
     await recovering
     assert (loop.parts.progress.stage, trainer.given) == ("start", [1, 2])
@@ -446,39 +386,3 @@ async def test_a_scorer_that_fails_skips_the_step(
     monkeypatch.setattr(loop.own.rollouts, "take", fail)
     with pytest.raises(StepSkipped, match="the scorer failed: out of breath"):
         await loop.own.roll_out(1, 4)
-
-
-async def test_steps_of_another_model_are_not_repeated(make_loop: Callable[..., Loop]) -> None:
-    trainer = FakeTrainer()
-    loop = make_loop(trainer)
-    bundle: Any = SimpleNamespace(
-        fingerprint=b"\1" * 32, name="other", model=SimpleNamespace(named_parameters=lambda: [("w", torch.zeros(3))])
-    )
-    loop.parts.bundle = bundle
-    state = {**STATE, "model": model_mark(bundle)}
-    loop.parts.checkpoints.latest()
-    loop.parts.checkpoints.append(JournalRecord(1, Batch(1, ()), state, {"foreign_groups": 0}))
-    await loop.recover()
-    bundle.fingerprint = b"\2" * 32
-    with pytest.raises(CheckpointError, match="has the steps of another model than other"):
-        await loop.recover()
-    assert trainer.given == [1]
-
-
-@pytest.mark.parametrize(("dtype", "told"), [("bfloat16", 0), ("float32", 1)])
-async def test_steps_of_another_compute_type_are_repeated_and_told(
-    make_loop: Callable[..., Loop], dtype: str, told: int
-) -> None:
-    trainer = FakeTrainer()
-    loop = make_loop(trainer)
-    bundle: Any = SimpleNamespace(
-        fingerprint=b"\1" * 32, model=SimpleNamespace(named_parameters=list, dtype=torch.bfloat16)
-    )
-    loop.parts.bundle = bundle
-    loop.parts.checkpoints.latest()
-    state = {**STATE, "model": model_mark(bundle), "dtype": dtype}
-    loop.parts.checkpoints.append(JournalRecord(1, Batch(1, ()), state, {"foreign_groups": 0}))
-    await loop.recover()
-    said = [event["message"] for event in loop.parts.history.events(None, 50)]
-    assert sum("were computed in float32, and now it is bfloat16" in one for one in said) == told
-    assert trainer.given == [1]

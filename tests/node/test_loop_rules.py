@@ -139,7 +139,7 @@ async def test_dynamic_sampling_goes_on_with_the_next_tasks_in_place_of_uniform_
 
 
 async def test_a_first_round_is_as_large_as_lately_was_needed(make_loop: Callable[..., Loop], monkeypatch: Any) -> None:
-    monkeypatch.setattr("node.loop.model_mark", lambda bundle: "mark")
+    monkeypatch.setattr("node.saving.model_mark", lambda bundle: "mark")
     loop = make_loop(lambda i: i % 2 == 0, dynamic_rounds=2)
     for step in range(1, 30):
         await loop.own.roll_out(step, 4)
@@ -148,7 +148,7 @@ async def test_a_first_round_is_as_large_as_lately_was_needed(make_loop: Callabl
     assert [len(refs) for refs, _ in asked[:2]] == [4, 2]
     assert {len(refs) for refs, _ in asked[-3:]} <= {8, 9}
     again = make_loop(lambda i: i % 2 == 0, dynamic_rounds=2)
-    again._restore(loop.state())
+    again.saving.restore(loop.saving.state())
     assert again.own.informative.now == loop.own.informative.now
 
 
@@ -171,23 +171,23 @@ async def test_dynamic_sampling_keeps_what_there_is_when_its_rounds_are_over(mak
 
 
 async def test_pass_rates_are_saved_with_the_position(make_loop: Callable[..., Loop], monkeypatch: Any) -> None:
-    monkeypatch.setattr("node.loop.model_mark", lambda bundle: "mark")
+    monkeypatch.setattr("node.saving.model_mark", lambda bundle: "mark")
     loop = make_loop(lambda i: True, curriculum_low=0.2, curriculum_high=0.8)
     await loop.own.roll_out(1, 8)
-    state = loop.state()
+    state = loop.saving.state()
     assert set(state["pass_rates"].values()) == {0.5}
     again = make_loop(lambda i: True)
-    again._restore(state)
+    again.saving.restore(state)
     assert again.own.curriculum.rates == loop.own.curriculum.rates
     del state["pass_rates"]
-    again._restore(state)
+    again.saving.restore(state)
     assert again.own.curriculum.rates == {}
 
 
 async def test_own_groups_take_the_place_of_foreign_ones_that_are_not_wanted(
     make_loop: Callable[..., Loop], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("node.loop.model_mark", lambda bundle: "mark")
+    monkeypatch.setattr("node.saving.model_mark", lambda bundle: "mark")
     monkeypatch.setattr(Sampler, "available", lambda self, pool, count, **_: min(count, len(pool)))
     fixed, adaptive = make_loop(lambda i: True), make_loop(lambda i: True, foreign_adaptive=True)
 
@@ -202,7 +202,7 @@ async def test_own_groups_take_the_place_of_foreign_ones_that_are_not_wanted(
     assert [missing(fixed, 9), missing(fixed, 1)] == [0, 3]
     assert [missing(adaptive, 9), missing(adaptive, 1)] == [2, 3]
     again = make_loop(lambda i: True, foreign_adaptive=True)
-    again._restore(adaptive.state())
+    again.saving.restore(adaptive.saving.state())
     assert missing(again, 9) == 2
 
 

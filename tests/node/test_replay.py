@@ -109,7 +109,7 @@ async def test_steps_are_repeated_with_the_settings_they_were_made_with(
 
     async def train(loop: Loop, step: int) -> None:
         made = record(step, train=loop.parts.config.train)
-        await loop._journal(made)
+        await loop.saving.journal(made)
         await loop._apply(made)
 
     then = TrainConfig(learning_rate=1e-2, warmup_steps=0, loss="reinforce", weight_decay=0.1)
@@ -179,7 +179,7 @@ async def test_a_last_step_that_ended_two_starts_is_left_out(life: Callable[...,
         loop = life(trainer)
         await loop.recover()
         assert trainer.given == [1]
-        assert loop.saved == trainer.step == 1
+        assert loop.saving.saved == trainer.step == 1
         assert loop.own.position.taken == 8  # not the same tasks again
     assert messages(loop)[-3:-1] == [
         "2 starts ended while they repeated step 2",
@@ -222,7 +222,7 @@ async def test_a_stop_or_a_skip_is_no_failed_attempt(life: Callable[..., Loop], 
     for _ in range(3):
         loop = life(Heavy((2,), StepSkipped))
         await loop.recover()
-        assert loop.saved == 1
+        assert loop.saving.saved == 1
     assert not (tmp_path / "checkpoints" / "replay.json").exists()
     with pytest.raises(CheckpointError, match="journalled step 1 cannot be repeated: it took too long"):
         await life(Heavy((1,), StepSkipped)).recover()

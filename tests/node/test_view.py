@@ -1,6 +1,5 @@
 """What the API says of a daemon whose parts are replaced here."""
 
-import asyncio
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -12,11 +11,9 @@ import jsonschema_rs
 import msgspec
 import pytest
 
-from node.daemon import Daemon, Stopped
 from node.history import History
 from node.interfaces import Message, Task
 from node.models import ModelBundle, decode, encode_completion, load_model
-from node.progress import Progress
 from node.scorer import ScorerError
 from node.view import DaemonView, _step
 from node.view_group import completions, pieces, task_of
@@ -105,39 +102,6 @@ async def test_a_group_whose_task_cannot_be_had_is_shown_without_it(scorer: Fake
     assert shown["completions"][0]["text"] == "4"
 
 
-async def test_what_breaks_a_service_is_said_while_the_others_stop() -> None:
-    progress = Progress(lambda: 0.0, 60.0)
-    daemon: Any = SimpleNamespace(progress=progress, _say_failed=lambda error: Daemon._say_failed(daemon, error))
-    seen: list[str] = []
-
-    async def breaks() -> None:
-        raise OSError("the disk is gone")
-
-    async def stops_slowly() -> None:
-        try:
-            await asyncio.Event().wait()
-        finally:
-            seen.append(progress.state)
-
-    async def run() -> None:
-        async with asyncio.TaskGroup() as services:
-            services.create_task(stops_slowly())
-            services.create_task(Daemon._told(daemon, breaks()))
-
-    with pytest.raises(ExceptionGroup):
-        await run()
-    assert seen == ["FAILED"]
-    assert progress.reason == "OSError: the disk is gone"
-
-    async def ends() -> None:
-        raise Stopped
-
-    progress.say("TRAINING")
-    with pytest.raises(Stopped):
-        await Daemon._told(daemon, ends())
-    assert progress.state == "TRAINING"
-
-
 @pytest.fixture(scope="module")
 def bundle(tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> ModelBundle:
     return load_model(str(tiny_model("llama")), device="cpu", dtype="float32", models=tmp_path_factory.mktemp("m"))
@@ -201,8 +165,7 @@ def test_the_swarm_in_words_with_its_members(tmp_path: Path, clock: Any) -> None
         store=store,
         home=SimpleNamespace(swarm=lambda: SimpleNamespace(psk=b"k" * 32), is_listed=lambda: False),
         transport=SimpleNamespace(peers=lambda: ("stranger",)),
-        invite_uri=lambda: "shoal:x",
-        invite_caution=lambda: "",
+        presence=SimpleNamespace(invite_uri=lambda: "shoal:x", invite_caution=lambda: ""),
     )
     said = DaemonView(node).swarm()
     assert is_as_described("Swarm", said)
@@ -246,7 +209,7 @@ def test_the_step_of_a_node_that_has_not_recovered_is_its_last_one(
     trained: int, saved: int | None, following: str | None, step: int
 ) -> None:
     parts = SimpleNamespace(trainer=SimpleNamespace(step=trained))
-    loop: Any = SimpleNamespace(parts=parts, saved=saved, following=following)
+    loop: Any = SimpleNamespace(parts=parts, saving=SimpleNamespace(saved=saved), following=following)
     assert _step(loop, 40) == step
     assert _step(None, 40) == 40
 

@@ -182,11 +182,11 @@ def test_up_leaves_a_swarm_that_it_founded_and_was_alone_in(home: Home, caplog: 
     enter_swarm(home, None)
     own = home.swarm()
     ExperienceStore(home.database, clock=lambda: 1.0, max_bytes=1 << 20).close()  # it has run, and met nobody
-    with caplog.at_level("INFO", "node"):
-        enter_swarm(home, theirs)
+    enter_swarm(home, theirs)
     assert home.swarm() == theirs
     assert home.manifest() is None
-    assert f"left swarm {own.name}" in caplog.text
+    told = f"Left swarm {own.name}, which this node had founded for itself and was alone in"
+    assert [(one.levelname, one.getMessage()) for one in caplog.records] == [("WARNING", told)]
 
 
 def test_up_keeps_a_swarm_that_others_may_be_in(home: Home, tmp_path: Path) -> None:

@@ -101,7 +101,7 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
         async def step() -> None:
             number = trainer.step + 1
             record = JournalRecord(number, Batch(number, ()), STATE, {"foreign_groups": 0})
-            await loop._journal(record)
+            await loop.saving.journal(record)
             await loop._apply(record)
 
         monkeypatch.setattr(loop, "step", step)
