@@ -23,7 +23,7 @@ from node.history import History
 from node.holding import Holding
 from node.home import DaemonInfo, Home
 from node.interfaces import Trainer
-from node.joining import keep_port, know_manifest, listen_address
+from node.joining import keep_page_port, keep_port, know_manifest, listen_address, page_port
 from node.large.cluster_file import Cluster
 from node.large.node import LargeNode, plan_large
 from node.large.ray_cluster import RayCluster
@@ -168,7 +168,7 @@ class Daemon:
         web = WebServer(
             DaemonView(self),
             host=self.config.web.host,
-            port=self.config.web.port,
+            port=page_port(self.home, self.config.web),
             token=self.home.token(),
             allowed_hosts=self.config.web.allowed_hosts,
             clock=self.clock,
@@ -178,6 +178,7 @@ class Daemon:
             await web.start()
             self.home.write_daemon(DaemonInfo(os.getpid(), web.url, self.started_at, self.transport.addresses()))
             keep_port(self.home, self.config.network, self.transport)
+            keep_page_port(self.home, self.config.web, web.url)
             log.info("the dashboard is at %s (sign in with: %s)", web.url, self.home.command("open"))
             log.info("node %s listens at %s", self.identity.peer_id, ", ".join(self.transport.addresses()))
             async with asyncio.TaskGroup() as services:

@@ -18,7 +18,7 @@ from node.config import CoordinatorConfig
 from node.coordinator.view import CoordinatorView
 from node.history import History
 from node.home import DaemonInfo, Home
-from node.joining import keep_port, know_manifest, listen_address
+from node.joining import keep_page_port, keep_port, know_manifest, listen_address, page_port
 from node.leaving import STOP_SECONDS, innermost, leave
 from node.progress import Progress
 from node.scorer import Scorer, ScorerError, make_scorer
@@ -135,7 +135,7 @@ class CoordinatorProcess:
         web = WebServer(
             CoordinatorView(self),
             host=self.config.web.host,
-            port=self.config.web.port,
+            port=page_port(self.home, self.config.web),
             token=self.home.token(),
             allowed_hosts=self.config.web.allowed_hosts,
             clock=self.clock,
@@ -145,6 +145,7 @@ class CoordinatorProcess:
             await web.start()
             self.home.write_daemon(DaemonInfo(os.getpid(), web.url, self.started_at, self.transport.addresses()))
             keep_port(self.home, self.config.network, self.transport)
+            keep_page_port(self.home, self.config.web, web.url)
             log.info("the dashboard is at %s (sign in with: %s)", web.url, self.home.command("open"))
             log.info("coordinator %s listens at %s", self.identity.peer_id, ", ".join(self.transport.addresses()))
             async with asyncio.TaskGroup() as services:
