@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 from node.addresses import caution, reachable
 from node.averaging import CAUTION, make_finding
 from node.changing import Change, change
+from node.checkpoint import CheckpointStore
 from node.device import Device
 from node.federation.parts import make_following, make_leading, make_teaching, peer_teacher
 from node.history import History
@@ -95,6 +96,7 @@ class Daemon:
         self.identity = home.identity()
         self.started_at = clock()
         self.progress = Progress(clock, self.config.limits.stage_seconds, since=clock())
+        CheckpointStore(home.checkpoints, self.config.checkpoint.keep).tidy()  # a database may be short of its room
         self.history = History(home.database, clock)
         self.store = ExperienceStore(home.database, self.config.limits.store_mb << 20, clock)
         self.trained = TrainedDays(home.database)
