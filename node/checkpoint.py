@@ -357,7 +357,7 @@ def damage(checkpoint: Path) -> str | None:
 
 
 def _numbers(directory: Path, pattern: str) -> list[int]:
-    matches = (re.fullmatch(pattern, path.name) for path in directory.iterdir())
+    matches = (re.fullmatch(pattern, path.name) for path in directory.glob("*"))
     return sorted(int(match[1]) for match in matches if match)
 
 
