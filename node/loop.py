@@ -363,19 +363,20 @@ class Loop:
 
     def _say_state(self) -> None:
         """What a new step is about; the alarm of skipped ones stands until one is not skipped."""
+        if self._skips < SKIPS_BEFORE_ALARM:
+            self.parts.progress.say("TRAINING", *self._company(), anew=self._company)
+
+    def _company(self) -> tuple[str, str]:
         p = self.parts
-        if self._skips >= SKIPS_BEFORE_ALARM:
-            return
         peers = len(p.exchange.transport.peers())
         if peers:
-            p.progress.say("TRAINING", f"with {peers} peer{'s' if peers > 1 else ''}")
-        elif p.rounds is not None and p.rounds.entering.said:
+            return f"with {peers} peer{'s' if peers > 1 else ''}", ""
+        if p.rounds is not None and p.rounds.entering.said:
             said = f"alone: the coordinator does not let this node in: {p.rounds.entering.said}"
-            p.progress.say("TRAINING", said, "shoal join with another invite")
-        elif tried := p.unreached():
-            p.progress.say("TRAINING", f"alone: no peer reachable ({tried})", "shoal doctor")
-        else:
-            p.progress.say("TRAINING", "alone: no peer connected", "invite somebody: shoal swarm invite")
+            return said, "shoal join with another invite"
+        if tried := p.unreached():
+            return f"alone: no peer reachable ({tried})", "shoal doctor"
+        return "alone: no peer connected", "invite somebody: shoal swarm invite"
 
     def _check_model(self, state: Mapping[str, Any]) -> None:
         """Raises CheckpointError when what was saved is another model's: nothing of it fits this one."""

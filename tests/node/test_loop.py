@@ -155,6 +155,15 @@ async def test_who_reaches_nobody_is_told_so(make_loop: Callable[..., Loop]) -> 
     assert told.next == "shoal doctor"
 
 
+async def test_a_peer_that_goes_amid_a_step_is_not_told_of_until_its_end(make_loop: Callable[..., Loop]) -> None:
+    loop, peers = make_loop(FakeTrainer()), ["a peer"]
+    loop.parts.exchange = SimpleNamespace(transport=SimpleNamespace(peers=lambda: peers))
+    loop._say_state()
+    assert loop.parts.progress.told() == ("TRAINING", "with 1 peer", "")
+    peers.clear()
+    assert loop.parts.progress.told()[1] == "alone: no peer connected"
+
+
 async def test_a_stop_amid_an_update_counts_what_is_in_the_journal(make_loop: Callable[..., Loop]) -> None:
     class Interrupts(FakeTrainer):
         def update(self, batch: Batch, should_stop: Callable[[], bool]) -> UpdateStats:
