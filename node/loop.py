@@ -282,15 +282,21 @@ class Loop:
 
     async def _journal(self, record: JournalRecord) -> None:
         """Have the update's input on disk. A full disk holds the step up until there is room: nothing is lost."""
-        p = self.parts
+        p, waited = self.parts, False
         while True:
             try:
                 async with p.progress.during("journal"):
-                    return await p.device.run(p.checkpoints.append, record)
+                    await p.device.run(p.checkpoints.append, record)
             except CheckpointError as error:
-                p.progress.say("WAITING", str(error), "free some disk")
+                trouble, _, fix = str(error).partition("; ")
+                p.progress.say("WAITING", trouble, fix)
                 p.history.event("error", "journal", str(error))
+                waited = True
                 await asyncio.sleep(JOURNAL_RETRY_SECONDS)
+            else:
+                break
+        if waited:  # the update is to come, and it may take minutes
+            self._say_state()
 
     async def _apply(self, record: JournalRecord) -> None:
         """Do the journalled update, whether for the first time or after a restart, and write it down."""

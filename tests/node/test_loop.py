@@ -164,6 +164,28 @@ async def test_a_peer_that_goes_amid_a_step_is_not_told_of_until_its_end(make_lo
     assert loop.parts.progress.told()[1] == "alone: no peer connected"
 
 
+async def test_a_step_that_waited_for_the_journal_trains_again_before_its_update(
+    make_loop: Callable[..., Loop], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop, told = make_loop(FakeTrainer()), list[tuple[str, str, str]]()
+    loop.parts.exchange = SimpleNamespace(transport=SimpleNamespace(peers=lambda: ["a peer"]))
+    full = [CheckpointError("the step cannot be journalled (No space left); free some disk: training waits for it")]
+
+    def append(record: JournalRecord) -> None:
+        if full:
+            raise full.pop()
+
+    async def rest(seconds: float) -> None:
+        told.append(loop.parts.progress.told())
+
+    monkeypatch.setattr(loop.parts.checkpoints, "append", append)
+    monkeypatch.setattr("node.loop.asyncio.sleep", rest)
+    await loop._journal(JournalRecord(1, Batch(1, ()), STATE, {}))
+    words = "the step cannot be journalled (No space left)", "free some disk: training waits for it"
+    assert told == [("WAITING", *words)]
+    assert loop.parts.progress.told() == ("TRAINING", "with 1 peer", "")
+
+
 async def test_a_stop_amid_an_update_counts_what_is_in_the_journal(make_loop: Callable[..., Loop]) -> None:
     class Interrupts(FakeTrainer):
         def update(self, batch: Batch, should_stop: Callable[[], bool]) -> UpdateStats:
