@@ -10,6 +10,7 @@ the same step.
     checkpoints/best/               weights for inference with the best held-out score, with best.json
 """
 
+import errno
 import json
 import re
 import shutil
@@ -214,7 +215,8 @@ class CheckpointStore:
             self._whole = None
         except OSError as error:
             raise CheckpointError(
-                f"{path}: the step cannot be journalled ({error.strerror}); free some disk: training waits for it"
+                f"{path}: the step cannot be journalled ({error.strerror}); "
+                f"{advice(error, self.directory)}: training waits for it"
             ) from error
 
     def save(self, step: int, write: Callable[[Path], None], state: Mapping[str, Any]) -> Path:
@@ -315,7 +317,7 @@ class CheckpointStore:
             if isinstance(error, CheckpointError) or not failed_write(error):
                 raise
             raise CheckpointError(
-                f"{target} {problem} ({error}); free some disk: every step is journalled meanwhile"
+                f"{target} {problem} ({error}); {advice(error, self.directory)}: every step is journalled meanwhile"
             ) from error
         if target.name != "best":
             self._size = sum(size for size, _ in listing.values())
@@ -339,6 +341,15 @@ def failed_write(error: Exception) -> bool:
     """Whether it is what a full or failing disk has a model's files end in."""
     # the tokenizers library has no type for a failed write: a plain Exception ending in (os error 28)
     return isinstance(error, OSError | SafetensorError) or "(os error " in str(error)
+
+
+def advice(error: Exception, directory: Path) -> str:
+    """What to do about a write that failed."""
+    told = re.search(r"os error (\d+)", str(error))
+    number = error.errno if isinstance(error, OSError) and error.errno else int(told[1]) if told else None
+    if number in (errno.EACCES, errno.EPERM, errno.EROFS):
+        return f"let this user write to {directory}"
+    return "free some disk" if number in (errno.ENOSPC, errno.EDQUOT, None) else "see to that disk"
 
 
 def damage(checkpoint: Path) -> str | None:

@@ -76,6 +76,8 @@ class Loop:
         self._checkpointed_at = parts.clock()
         self._attempted = 0
         """Step of the last checkpoint that this process tried to write: on a full disk not every step tries again."""
+        self._unkept = ""
+        """Why the last checkpoint could not be written, and what to do; empty: it was."""
         self._skips = 0
         """Steps skipped since the last one that was not."""
         self._losses = 0
@@ -357,7 +359,7 @@ class Loop:
         self._checkpointed_at, self._attempted = p.clock(), p.trainer.step
 
     def _keep(self) -> None:
-        """On the model thread. Raises CheckpointError, TrainerLost."""
+        """On the model thread. Raises CheckpointError, which the state tells until one is written, and TrainerLost."""
         p = self.parts
 
         def write(directory: Path) -> None:
@@ -365,12 +367,25 @@ class Loop:
             if p.averaging is not None:
                 p.averaging.save(directory)
 
-        p.checkpoints.save(p.trainer.step, write, self.state())
+        try:
+            p.checkpoints.save(p.trainer.step, write, self.state())
+        except CheckpointError as error:
+            self._unkept = str(error)
+            raise
+        self._unkept = ""
 
     def _say_state(self) -> None:
         """What a new step is about; the alarm of skipped ones stands until one is not skipped."""
         if self._skips < SKIPS_BEFORE_ALARM:
-            self.parts.progress.say("TRAINING", *self._company(), anew=self._company)
+            self.parts.progress.say("TRAINING", *self._words(), anew=self._words)
+
+    def _words(self) -> tuple[str, str]:
+        """With whom it trains and what is in the way, as of now; what to do about that."""
+        company, advice = self._company()
+        if not self._unkept:
+            return company, advice
+        trouble, _, fix = self._unkept.partition("; ")
+        return f"{company}; {trouble}", fix
 
     def _company(self) -> tuple[str, str]:
         p = self.parts

@@ -1,6 +1,7 @@
 """The loop's life around a step: recovering from the journal, pausing, and trouble that costs one step only."""
 
 import asyncio
+import errno
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -162,6 +163,32 @@ async def test_a_peer_that_goes_amid_a_step_is_not_told_of_until_its_end(make_lo
     assert loop.parts.progress.told() == ("TRAINING", "with 1 peer", "")
     peers.clear()
     assert loop.parts.progress.told()[1] == "alone: no peer connected"
+
+
+async def test_a_checkpoint_that_cannot_be_written_is_told_until_one_is(
+    make_loop: Callable[..., Loop], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop = make_loop(LoadingTrainer())
+    monkeypatch.setattr("node.loop.model_mark", lambda bundle: "a model")
+    monkeypatch.setattr("node.loop.dtype_of", lambda bundle: "float32")
+    loop.parts.exchange = SimpleNamespace(transport=SimpleNamespace(peers=lambda: ["a peer"]))
+    loop.parts.trainer.step = 1
+    loop._say_state()
+
+    def refuse(directory: Path) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(loop.parts.trainer, "save", refuse)
+        await loop.checkpoint()
+    directory = loop.parts.checkpoints.directory
+    assert loop.parts.progress.told() == (
+        "TRAINING",
+        f"with 1 peer; {directory / 'step-1'} could not be written ([Errno 13] Permission denied)",
+        f"let this user write to {directory}: every step is journalled meanwhile",
+    )
+    await loop.checkpoint()
+    assert loop.parts.progress.told() == ("TRAINING", "with 1 peer", "")
 
 
 async def test_a_step_that_waited_for_the_journal_trains_again_before_its_update(

@@ -215,3 +215,17 @@ def test_what_a_killed_save_left_goes_before_a_start_needs_room(store: Checkpoin
     (store.directory / ".aside-step-10" / "model.safetensors").write_bytes(b"half")
     CheckpointStore(store.directory, 2).tidy()
     assert names(store.directory) == before
+
+
+@pytest.mark.parametrize(
+    ("error", "fix"),
+    [
+        (PermissionError(errno.EACCES, "Permission denied"), "let this user write to D"),
+        (Exception("I/O error: Read-only file system (os error 30)"), "let this user write to D"),
+        (OSError(errno.ENOSPC, "No space left on device"), "free some disk"),
+        (OSError("something else"), "free some disk"),
+        (OSError(errno.EIO, "Input/output error"), "see to that disk"),
+    ],
+)
+def test_what_is_to_be_done_about_a_write_that_failed(error: Exception, fix: str) -> None:
+    assert checkpoint.advice(error, Path("D")) == fix
