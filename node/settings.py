@@ -38,6 +38,10 @@ SECRET = frozenset({"swarm.join"})
 """An invite may hold the key of a private network."""
 
 
+RAISED = "Value error, "
+"""What pydantic puts before the words of a check of ours."""
+
+
 class ConfigError(Exception):
     """A setting is unknown, of the wrong type or out of its limits; names key, value, source and the fix."""
 
@@ -293,11 +297,11 @@ def explain(error: ValidationError, origins: Mapping[str, str], otherwise: str =
     if key in FIELDS:
         source = origins.get(key, otherwise)
         given = "(hidden)" if key in SECRET else reprlib.repr(first["input"])
+        said = first["msg"].removeprefix(RAISED) if first["msg"].startswith(RAISED) else first["msg"].lower()
         return (
-            f"{key} = {given} ({source}): {first['msg'].lower()}{others} ; "
-            f"set it to {allowed(FIELDS[key])}: {FIELDS[key].description}"
+            f"{key} = {given} ({source}): {said}{others} ; set it to {allowed(FIELDS[key])}: {FIELDS[key].description}"
         )
-    what, _, fix = first["msg"].removeprefix("Value error, ").partition("; ")
+    what, _, fix = first["msg"].removeprefix(RAISED).partition("; ")
     if path:
         concerned, where = [name for name in origins if name.startswith(f"{path[0]}.")], f"[{path[0]}] "
     else:  # of settings in several sections
