@@ -235,3 +235,13 @@ def test_the_settings_say_what_there_is_to_choose_from(run: Run, home: Home) -> 
     shown = run("--home", home.path, "config", "show", "coordinator").stdout
     assert "(measured | manifest)" in next(line for line in shown.splitlines() if line.startswith("coordinator.mix "))
     assert "|" not in next(line for line in shown.splitlines() if line.startswith("coordinator.tasks "))
+
+
+def test_a_file_that_is_no_text_is_named_with_its_line(run: Run, home: Home) -> None:
+    home.config_path.write_bytes(b"[node]\nname = '\xff'\n")
+    for command in (("show",), ("set", "web.port", "9")):
+        refused = run("--home", home.path, "config", *command)
+        assert refused.exit_code == 2
+        assert (
+            f"{home.config_path} is not UTF-8 text: byte 0xff in line 2\nFix: save the file as UTF-8" in refused.stderr
+        )
