@@ -245,3 +245,10 @@ def test_a_file_that_is_no_text_is_named_with_its_line(run: Run, home: Home) -> 
         assert (
             f"{home.config_path} is not UTF-8 text: byte 0xff in line 2\nFix: save the file as UTF-8" in refused.stderr
         )
+
+
+def test_a_section_that_is_none(run: Run, home: Home) -> None:
+    for key, meant in (("zzz", ""), ("limts", "did you mean limits? ")):
+        refused = run("--home", home.path, "config", "show", key)
+        assert refused.exit_code == 2
+        assert f"Error: there is no setting or section {key}\nFix: {meant}Sections: node, " in refused.stderr
