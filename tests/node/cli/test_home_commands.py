@@ -252,3 +252,14 @@ def test_a_section_that_is_none(run: Run, home: Home) -> None:
         refused = run("--home", home.path, "config", "show", key)
         assert refused.exit_code == 2
         assert f"Error: there is no setting or section {key}\nFix: {meant}Sections: node, " in refused.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "given"), [("", "it is empty"), ("x" * 65, "of 65 characters"), ("a\nb", "'a\\nb' of 3 characters")]
+)
+def test_a_name_that_no_swarm_can_have(run: Run, home: Home, name: str, given: str) -> None:
+    for command in (("swarm", "create"), ("coordinator", "init")):
+        refused = run("--home", home.path, *command, name)
+        assert refused.exit_code == 2
+        assert f"{given}; give a swarm 1 to 64 printable characters" in refused.stderr
+    assert not home.invite_path.exists()
