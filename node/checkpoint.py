@@ -10,11 +10,12 @@ the same step.
     checkpoints/best/               weights for inference with the best held-out score, with best.json
 """
 
+import errno
 import json
 import re
 import shutil
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -69,6 +70,8 @@ class CheckpointStore:
         self._size = 0
         self._whole: int | None = None
         """Bytes of the journal that are good, when a failed append may have left more behind."""
+        self._put_aside: set[Path] = set()
+        """What this process found damaged: it stays until the next start or save, for who wants to look into it."""
 
     @property
     def base(self) -> int:
@@ -84,12 +87,13 @@ class CheckpointStore:
         """
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
-            self._tidy()
+            self._remove_unfinished()
             problems: list[str] = []
             step = self._newest_whole(problems)
             path = self._path(step)
             state = json.loads((path / STATE).read_text()) if step else None
             records = self._records_from(step, problems)
+            self._remove_damaged(leave=self._put_aside)  # only here: where nothing is whole, they are all there is
         except OSError as error:
             raise CheckpointError(f"{self.directory} cannot be read: {error} ; mend that and start again") from error
         except journal.OtherFormat as error:
@@ -100,7 +104,14 @@ class CheckpointStore:
         self._base = step if not records else self._last_base(step)
         return Recovery(path if step else None, step, state, records, problems)
 
-    def _tidy(self) -> None:
+    def tidy(self) -> None:
+        """Give back what a killed save was writing, before a start needs its room. Raises CheckpointError."""
+        try:
+            self._remove_unfinished()
+        except OSError as error:
+            raise CheckpointError(f"{self.directory} cannot be tidied: {error} ; mend that and start again") from error
+
+    def _remove_unfinished(self) -> None:
         """Finish a replacement that a kill interrupted, and remove what was being written."""
         for old in self.directory.glob(f"{REPLACED}*"):
             target = self.directory / old.name.removeprefix(REPLACED)
@@ -120,7 +131,7 @@ class CheckpointStore:
             aside = self.directory / f"{DAMAGED}{path.name}"
             if aside.exists():
                 shutil.rmtree(aside)
-            path.replace(aside)
+            self._put_aside.add(path.replace(aside))
         # what there is comes after steps that cannot be repeated: starting over must be a person's decision
         if any(self.directory.iterdir()) and not self._journal(0).exists():
             raise CheckpointError(
@@ -140,7 +151,7 @@ class CheckpointStore:
                 problems.append(
                     f"{path.name} begins after step {base}, but only step {reached} can be reached; left out"
                 )
-                path.replace(path.with_name(f"{DAMAGED}{path.name}"))
+                self._put_aside.add(path.replace(path.with_name(f"{DAMAGED}{path.name}")))
                 continue
             records += found
             if (rest := path.stat().st_size - length) > 0:
@@ -204,7 +215,8 @@ class CheckpointStore:
             self._whole = None
         except OSError as error:
             raise CheckpointError(
-                f"{path}: the step cannot be journalled ({error.strerror}); free some disk: training waits for it"
+                f"{path}: the step cannot be journalled ({error.strerror}); "
+                f"{advice(error, self.directory)}: training waits for it"
             ) from error
 
     def save(self, step: int, write: Callable[[Path], None], state: Mapping[str, Any]) -> Path:
@@ -247,14 +259,22 @@ class CheckpointStore:
         for old in steps[: -self.keep]:
             # renamed first: a kill must not leave half a checkpoint under its name
             self._path(old).replace(self.directory / f"{ASIDE}step-{old}")
-        for removed in [*self.directory.glob(f"{ASIDE}step-*"), *self.directory.glob(f"{DAMAGED}step-*")]:
+        for removed in self.directory.glob(f"{ASIDE}step-*"):
             shutil.rmtree(removed)
         oldest = [0, *steps][-self.keep :][0]  # the initial model counts: the first checkpoint has one before it too
         for base in self._journals():
             if base < oldest:
                 self._journal(base).unlink()
-        for left_out in self.directory.glob(f"{DAMAGED}journal-*"):
-            left_out.unlink()
+        self._remove_damaged()
+
+    def _remove_damaged(self, leave: Collection[Path] = ()) -> None:
+        for path in self.directory.glob(f"{DAMAGED}*"):
+            if path in leave:
+                continue
+            if path.is_dir():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
 
     def save_best(self, step: int, score: float, export: Callable[[Path], None]) -> None:
         """Replace the best weights. Raises CheckpointError; the ones before stay then."""
@@ -292,14 +312,12 @@ class CheckpointStore:
                 aside.replace(target)
             problem = "is there, but may be gone after a loss of power"
             sync(self.directory)
-        except CheckpointError:
-            raise
         except Exception as error:
             shutil.rmtree(aside, ignore_errors=True)
-            if not failed_write(error):
+            if isinstance(error, CheckpointError) or not failed_write(error):
                 raise
             raise CheckpointError(
-                f"{target} {problem} ({error}); free some disk: every step is journalled meanwhile"
+                f"{target} {problem} ({error}); {advice(error, self.directory)}: every step is journalled meanwhile"
             ) from error
         if target.name != "best":
             self._size = sum(size for size, _ in listing.values())
@@ -325,6 +343,15 @@ def failed_write(error: Exception) -> bool:
     return isinstance(error, OSError | SafetensorError) or "(os error " in str(error)
 
 
+def advice(error: Exception, directory: Path) -> str:
+    """What to do about a write that failed."""
+    told = re.search(r"os error (\d+)", str(error))
+    number = error.errno if isinstance(error, OSError) and error.errno else int(told[1]) if told else None
+    if number in (errno.EACCES, errno.EPERM, errno.EROFS):
+        return f"let this user write to {directory}"
+    return "free some disk" if number in (errno.ENOSPC, errno.EDQUOT, None) else "see to that disk"
+
+
 def damage(checkpoint: Path) -> str | None:
     """What is wrong with a checkpoint's files, or None. Reads all of them."""
     try:
@@ -341,7 +368,7 @@ def damage(checkpoint: Path) -> str | None:
 
 
 def _numbers(directory: Path, pattern: str) -> list[int]:
-    matches = (re.fullmatch(pattern, path.name) for path in directory.iterdir())
+    matches = (re.fullmatch(pattern, path.name) for path in directory.glob("*"))
     return sorted(int(match[1]) for match in matches if match)
 
 

@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 
 from node.averaging import CAUTION, make_finding
 from node.changing import Change, change
+from node.checkpoint import CheckpointStore
 from node.device import Device
 from node.federation.parts import make_following, make_leading, make_teaching, peer_teacher
 from node.holding import Holding
@@ -77,6 +78,7 @@ class Daemon:
         self.home, self.settings, self.config, self.clock = home, settings, settings.config, clock
         self.wanted = settings.config
         """What the next start would have: `shoal config set` may have changed what this process cannot."""
+        CheckpointStore(home.checkpoints, self.config.checkpoint.keep).tidy()  # a database may be short of its room
         presence = self.presence = Presence(home, self.config, clock, "node")
         self.identity, self.started_at, self.progress = presence.identity, presence.started_at, presence.progress
         self.history, self.transport, self.discovery = presence.history, presence.transport, presence.discovery

@@ -17,7 +17,7 @@ from node.checkpoint import CheckpointError, CheckpointStore
 from node.config import LimitsConfig
 from node.history import History
 from node.home import home_size, write_atomic
-from node.limits import RESUME, Disk, Hold, Holder, day_of, limit_hold, no_room, over_disk
+from node.limits import RESUME, Disk, Hold, Holder, day_of, disk_hold, limit_hold, no_room, over_disk
 from node.loop import Loop
 from node.progress import Progress
 from node.trained import TrainedDays
@@ -27,6 +27,8 @@ log = logging.getLogger(__name__)
 
 TICK_SECONDS = 5.0
 MEASURE_SECONDS = 60.0
+FULL_SECONDS = 1.0
+"""Between two looks at a disk that holds training: whoever frees it sees it go on."""
 LEAST_STORE = 16 << 20
 """Bytes of experience that are kept, however full the disk is."""
 PAUSED = "paused"
@@ -123,13 +125,20 @@ class Holding:
         """Beside `run`: to make room may have to wait for an update to end, and the clock must not wait with it."""
         while True:
             now = self._clock()
-            if not 0 <= now - self.measured_at < MEASURE_SECONDS and self._progress.stage != "checkpoint":
-                await self._measure()
-                self.measured_at = now
-                self.decide()
+            if self._progress.stage != "checkpoint":
+                if not 0 <= now - self.measured_at < MEASURE_SECONDS:
+                    await self._measure()
+                    self.measured_at = now
+                    self.decide()
+                elif self._disk_holds():
+                    self._disk = await self._look()
+                    self.decide()
             if self._to_give_back:
                 await self._give_back()
-            await asyncio.sleep(TICK_SECONDS)
+            await asyncio.sleep(FULL_SECONDS if self._disk_holds() else TICK_SECONDS)
+
+    def _disk_holds(self) -> bool:
+        return disk_hold(self._limits.disk_mb, self._disk) is not None
 
     def tick(self) -> None:
         """Count the time since the last tick if it was trained, and look at the clock again."""

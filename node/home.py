@@ -127,6 +127,7 @@ class Home:
         self.daemon_path = self.path / "daemon.json"
         self.lock_path = self.path / "lock"
         self.port_path = self.path / "listen.port"
+        self.page_port_path = self.path / "web.port"
         self.listed_path = self.path / "listed"
         self.checkpoints = self.path / "checkpoints"
         self.policies = self.path / "policies"
@@ -275,15 +276,17 @@ class Home:
 
     def listen_port(self) -> int | None:
         """The TCP port once chosen for `network.listen` with tcp/0, so that invites stay good over restarts."""
-        try:
-            return int(self.port_path.read_text())
-        except FileNotFoundError:
-            return None
-        except ValueError as error:
-            raise HomeError(f"{self.port_path} is damaged ; delete it") from error
+        return _kept_port(self.port_path)
 
     def keep_listen_port(self, port: int) -> None:
         write_atomic(self.port_path, str(port).encode())
+
+    def page_port(self) -> int | None:
+        """The port that the dashboard took last where it was free to choose, so that a bookmark stays good."""
+        return _kept_port(self.page_port_path)
+
+    def keep_page_port(self, port: int) -> None:
+        write_atomic(self.page_port_path, str(port).encode())
 
     def swarm(self) -> Invite:
         """The swarm this home belongs to: manifest digest, bootstrap peers, private key. Raises NoSwarm."""
@@ -363,6 +366,15 @@ class Home:
         self.manifest_path.unlink(missing_ok=True)
         self.listed_path.unlink(missing_ok=True)
         return name
+
+
+def _kept_port(path: Path) -> int | None:
+    try:
+        return int(path.read_text())
+    except FileNotFoundError:
+        return None
+    except ValueError as error:
+        raise HomeError(f"{path} is damaged ; delete it") from error
 
 
 def home_size(home: Path) -> int:

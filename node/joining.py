@@ -1,14 +1,18 @@
-"""How a process joins its home's swarm: the address that it listens at, and the manifest, from the home or a peer."""
+"""How a process joins its home's swarm: the addresses that it and its page listen at, and the manifest, from the home
+or a peer.
+"""
 
 import asyncio
 import logging
+from urllib.parse import urlsplit
 
-from node.config import NetworkConfig
+from node.config import NetworkConfig, WebConfig
 from node.home import Home
 from node.progress import Progress
 from protocol.manifest import Manifest
 from swarm.fetch import FetchFailed, fetch_manifest
 from swarm.transport import Transport, TransportError
+from web.server import WebServerError, check_port
 
 log = logging.getLogger(__name__)
 
@@ -27,6 +31,25 @@ def keep_port(home: Home, network: NetworkConfig, transport: Transport) -> None:
         parts = address.split("/")
         if "tcp" in parts and network.listen.endswith("/tcp/0"):
             home.keep_listen_port(int(parts[parts.index("tcp") + 1]))
+
+
+def page_port(home: Home, page: WebConfig) -> int:
+    """The configured port of the dashboard; with 0 the one that it took before, where that is free."""
+    kept = home.page_port()
+    if page.port or kept is None:
+        return page.port
+    try:
+        check_port(page.host, kept)
+    except WebServerError:
+        return 0
+    return kept
+
+
+def keep_page_port(home: Home, page: WebConfig, url: str) -> None:
+    """Remember the port that 0 became."""
+    taken = urlsplit(url).port
+    if page.port == 0 and taken is not None:
+        home.keep_page_port(taken)
 
 
 async def know_manifest(home: Home, transport: Transport, progress: Progress, timeout: float) -> Manifest:

@@ -226,7 +226,8 @@ class Loop:
             summary["behind"] = self.foreign.behind
             summary["published"] = [asdict(version) for version in self.leading.publisher.published()]
         record = JournalRecord(step, batch, self.saving.state(), summary, p.config.train.model_dump(mode="json"))
-        await self.saving.journal(record)
+        if await self.saving.journal(record):
+            self._say_state()  # the update is to come, and it may take minutes
         await self._apply(record)
         await self._offer()
         log.info("%s", in_words(step, summary, p.progress.stages["update"]))
@@ -299,16 +300,25 @@ class Loop:
 
     def _say_state(self) -> None:
         """What a new step is about; the alarm of skipped ones stands until one is not skipped."""
+        if self._skips < SKIPS_BEFORE_ALARM:
+            self.parts.progress.say("TRAINING", *self._words(), anew=self._words)
+
+    def _words(self) -> tuple[str, str]:
+        """With whom it trains and what is in the way, as of now; what to do about that."""
+        company, advice = self._company()
+        if not self.saving.unkept:
+            return company, advice
+        trouble, _, fix = self.saving.unkept.partition("; ")
+        return f"{company}; {trouble}", fix
+
+    def _company(self) -> tuple[str, str]:
         p = self.parts
-        if self._skips >= SKIPS_BEFORE_ALARM:
-            return
         peers = len(p.exchange.transport.peers())
         if peers:
-            p.progress.say("TRAINING", f"with {peers} peer{'s' if peers > 1 else ''}")
-        elif p.rounds is not None and p.rounds.entering.said:
+            return f"with {peers} peer{'s' if peers > 1 else ''}", ""
+        if p.rounds is not None and p.rounds.entering.said:
             said = f"alone: the coordinator does not let this node in: {p.rounds.entering.said}"
-            p.progress.say("TRAINING", said, "shoal join with another invite")
-        elif tried := p.unreached():
-            p.progress.say("TRAINING", f"alone: no peer reachable ({tried})", "shoal doctor")
-        else:
-            p.progress.say("TRAINING", "alone: no peer connected", "invite somebody: shoal swarm invite")
+            return said, "shoal join with another invite"
+        if tried := p.unreached():
+            return f"alone: no peer reachable ({tried})", "shoal doctor"
+        return "alone: no peer connected", "invite somebody: shoal swarm invite"

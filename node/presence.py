@@ -14,7 +14,7 @@ from node.addresses import caution, reachable
 from node.config import Config
 from node.history import History
 from node.home import DaemonInfo, Home
-from node.joining import keep_port, listen_address
+from node.joining import keep_page_port, keep_port, listen_address, page_port
 from node.progress import Progress
 from protocol.invite import Invite
 from protocol.manifest import Manifest
@@ -110,7 +110,7 @@ class Presence:
         web = WebServer(
             view,
             host=self.config.web.host,
-            port=self.config.web.port,
+            port=page_port(self.home, self.config.web),
             token=self.home.token(),
             allowed_hosts=self.config.web.allowed_hosts,
             clock=self.clock,
@@ -120,6 +120,7 @@ class Presence:
             await web.start()
             self.home.write_daemon(DaemonInfo(os.getpid(), web.url, self.started_at, self.transport.addresses()))
             keep_port(self.home, self.config.network, self.transport)
+            keep_page_port(self.home, self.config.web, web.url)
             log.info("the dashboard is at %s (sign in with: %s)", web.url, self.home.command("open"))
             log.info("%s %s listens at %s", self.what, self.identity.peer_id, ", ".join(self.transport.addresses()))
             async with asyncio.TaskGroup() as group:

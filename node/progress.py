@@ -40,14 +40,18 @@ class Progress:
     memory: Mapping[str, int] = field(default_factory=dict)
     """Bytes of the trainer by kind, as of the last update."""
     stages: dict[str, float] = field(default_factory=dict)
+    _anew: Callable[[], tuple[str, str]] | None = None
 
-    def say(self, state: State, reason: str = "", next: str = "") -> None:
+    def say(
+        self, state: State, reason: str = "", next: str = "", *, anew: Callable[[], tuple[str, str]] | None = None
+    ) -> None:
+        """`anew`: says reason and next action as they are when somebody asks, where they change meanwhile."""
         if (state, reason) != (
             self.state,
             self.reason,
         ) and state != "FAILED":  # the daemon logs that with its traceback
             log.info("%s  %s", state, "; ".join(filter(None, (reason, next))))
-        self.state, self.reason, self.next = state, reason, next
+        self.state, self.reason, self.next, self._anew = state, reason, next, anew
 
     def fail(self, error: BaseException) -> str:
         """Say what ended the node, with what to do as the next action; returns all of it as one text."""
@@ -59,7 +63,7 @@ class Progress:
     def told(self) -> tuple[State, str, str]:
         """State, reason and next action for a person: a pause covers the words of what it holds up."""
         if self.hold is None or self.state in {"IDLE", "STOPPING", "FAILED"}:
-            return self.state, self.reason, self.next
+            return self.state, *(self._anew() if self._anew else (self.reason, self.next))
         begun = "after the step in progress" if self.state not in {"STARTING", "RESUMING"} else "once it has started"
         yet = "" if self.stage == "paused" else f" ({begun})"
         return "PAUSED", f"{self.hold.reason}{yet}", self.hold.next

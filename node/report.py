@@ -26,7 +26,7 @@ MOST_STEPS = 10 * KEPT_STEPS
 
 
 class ReportError(Exception):
-    """There is no run to report on; the message names the directory and the fix."""
+    """There is no run to report on, or no file to be written; the message names the path and the fix."""
 
 
 @dataclass(frozen=True, slots=True)

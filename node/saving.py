@@ -25,6 +25,8 @@ class Saving:
         self.checkpointed_at = parts.clock()
         self._attempted = 0
         """Step of the last checkpoint that this process tried to write: on a full disk not every step tries again."""
+        self.unkept = ""
+        """Why the last checkpoint could not be written, and what to do; empty: it was."""
 
     async def load(self) -> Recovery:
         """Have the newest good checkpoint; the updates to repeat after it are in what this returns.
@@ -52,16 +54,22 @@ class Saving:
         """The next start comes to this step at least."""
         self.saved = max(self.saved or 0, step)
 
-    async def journal(self, record: JournalRecord) -> None:
-        """Have the update's input on disk. A full disk holds the step up until there is room: nothing is lost."""
-        p = self.parts
+    async def journal(self, record: JournalRecord) -> bool:
+        """Have the update's input on disk. A full disk holds the step up until there is room: nothing is lost.
+
+        Returns whether it had to wait, and the state says so.
+        """
+        p, waited = self.parts, False
         while True:
             try:
                 async with p.progress.during("journal"):
-                    return await p.device.run(p.checkpoints.append, record)
+                    await p.device.run(p.checkpoints.append, record)
+                return waited
             except CheckpointError as error:
-                p.progress.say("WAITING", str(error), "free some disk")
+                trouble, _, fix = str(error).partition("; ")
+                p.progress.say("WAITING", trouble, fix)
                 p.history.event("error", "journal", str(error))
+                waited = True
                 await asyncio.sleep(JOURNAL_RETRY_SECONDS)
 
     def is_due(self) -> bool:
@@ -83,7 +91,7 @@ class Saving:
         self.checkpointed_at, self._attempted = p.clock(), p.trainer.step
 
     def keep(self) -> None:
-        """On the model thread. Raises CheckpointError, TrainerLost."""
+        """On the model thread. Raises CheckpointError, which the state tells until one is written, and TrainerLost."""
         p = self.parts
 
         def write(directory: Path) -> None:
@@ -91,7 +99,12 @@ class Saving:
             if p.averaging is not None:
                 p.averaging.save(directory)
 
-        p.checkpoints.save(p.trainer.step, write, self.state())
+        try:
+            p.checkpoints.save(p.trainer.step, write, self.state())
+        except CheckpointError as error:
+            self.unkept = str(error)
+            raise
+        self.unkept = ""
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint and a journalled update say of the node besides its weights."""

@@ -10,6 +10,7 @@ import reprlib
 import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, get_args, get_origin
 
@@ -36,6 +37,10 @@ RESERVED = frozenset({"SHOAL_HOME", "SHOAL_CACHE", "SHOAL_PASSPHRASE", "SHOAL_LO
 """Variables that are no settings: where the settings are, secrets, the form of logs, what the installer takes."""
 SECRET = frozenset({"swarm.join"})
 """An invite may hold the key of a private network."""
+
+
+RAISED = "Value error, "
+"""What pydantic puts before the words of a check of ours."""
 
 
 class ConfigError(Exception):
@@ -134,11 +139,16 @@ def load(
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{home.config_path} is not valid TOML: {error} ; correct that line") from error
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{home.config_path} is not UTF-8 text: {error} ; save it as UTF-8") from error
+        raise ConfigError(no_text(home.config_path, error)) from error
     except ValidationError as error:
         raise ConfigError(explain(error, origins)) from error
     config = Config(**{section: getattr(layers, section) for section in Config.model_fields})
     return Settings(config, MappingProxyType({key: origins.get(key, "default") for key in FIELDS}))
+
+
+def no_text(path: Path, error: UnicodeDecodeError) -> str:
+    line = error.object.count(b"\n", 0, error.start) + 1
+    return f"{path} is not UTF-8 text: byte 0x{error.object[error.start]:02x} in line {line} ; save the file as UTF-8"
 
 
 def set_value(home: Home, key: str, value: str) -> Any:
@@ -161,9 +171,11 @@ def edited(home: Home, values: Mapping[str, Any], where: str) -> str:
         check_value(key, value, where)
     path = home.config_path
     try:
-        document = tomlkit.parse(path.read_text() if path.exists() else "")
-    except (ParseError, UnicodeDecodeError) as error:
+        document = tomlkit.parse(path.read_text(encoding="utf-8") if path.exists() else "")
+    except ParseError as error:
         raise ConfigError(f"{path} is not valid TOML: {error} ; correct that line") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(no_text(path, error)) from error
     content = document.unwrap()
     check_keys(flatten(content, str(path)), str(path))
     for section, changed in nest(values).items():
@@ -293,11 +305,11 @@ def explain(error: ValidationError, origins: Mapping[str, str], otherwise: str =
     if key in FIELDS:
         source = origins.get(key, otherwise)
         given = "(hidden)" if key in SECRET else reprlib.repr(first["input"])
+        said = first["msg"].removeprefix(RAISED) if first["msg"].startswith(RAISED) else first["msg"].lower()
         return (
-            f"{key} = {given} ({source}): {first['msg'].lower()}{others} ; "
-            f"set it to {allowed(FIELDS[key])}: {FIELDS[key].description}"
+            f"{key} = {given} ({source}): {said}{others} ; set it to {allowed(FIELDS[key])}: {FIELDS[key].description}"
         )
-    what, _, fix = first["msg"].removeprefix("Value error, ").partition("; ")
+    what, _, fix = first["msg"].removeprefix(RAISED).partition("; ")
     if path:
         concerned, where = [name for name in origins if name.startswith(f"{path[0]}.")], f"[{path[0]}] "
     else:  # of settings in several sections

@@ -86,7 +86,9 @@ class Invite:
         if not compact:
             raise InviteError("the invite is empty; paste the whole link, beginning with shoal:")
         if compact[: len(SCHEME)].lower() != SCHEME:
-            raise InviteError(f"this is no invite: it begins with {compact[:12]!r}, an invite begins with {SCHEME}")
+            raise InviteError(
+                f"this is no invite: it begins with {compact[:12]!r}; paste the whole link, which begins with {SCHEME}"
+            )
         frame = _decode(compact[len(SCHEME) :])
         if len(frame) <= 1 + _CHECK_BYTES or _check(frame[:-_CHECK_BYTES]) != frame[-_CHECK_BYTES:]:
             raise InviteError("the invite is cut off or mistyped (its check does not match); copy the whole link again")

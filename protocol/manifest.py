@@ -21,6 +21,8 @@ MANIFEST_VERSION = 1
 COORDINATED_VERSION = 2
 """A manifest that names coordinators; one that names none keeps version 1, and with it its bytes and its digest."""
 MAX_COORDINATORS = 8
+MAX_NAME = 64
+"""Characters of a swarm's name."""
 
 Count = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
 Share = Annotated[float, msgspec.Meta(gt=0, le=1)]
@@ -87,7 +89,7 @@ class Manifest(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
     """Field order is the wire format. `dict=True` only so that the digest is computed once."""
 
     version: int
-    name: Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
+    name: Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_NAME)]
     genesis: UInt63
     """Unix seconds at which epoch 0 begins."""
     epoch_seconds: Annotated[int, msgspec.Meta(ge=10, le=30 * 86400)]

@@ -146,7 +146,9 @@ class Libp2pHost:
     async def _listen(self, address: Multiaddr) -> None:
         check_port_is_free(address)
         if not await self._network.listen(address):
-            raise TransportError(f"cannot listen on {address}: set another listen address (tcp/0: any free port)")
+            raise TransportError(
+                f"cannot listen on {address} (network.listen) ; choose another: shoal config set network.listen ADDRESS"
+            )
 
     def _spawn(self, work: Callable[..., Awaitable[None]], *arguments: object) -> None:
         if self._nursery is not None and not self._nursery.cancel_scope.cancel_called:

@@ -90,16 +90,21 @@ def check_port_is_free(address: Multiaddr) -> None:
 
     The library listens with SO_REUSEPORT, so a second node would silently share the port: ask the kernel without it.
     """
-    ip, port = address.value_for_protocol(address.protocols()[0].name), int(address.value_for_protocol("tcp"))
+    family = address.protocols()[0].name
+    ip, port = address.value_for_protocol(family), int(address.value_for_protocol("tcp"))
     probe = socket.socket(socket.AF_INET6 if ":" in ip else socket.AF_INET)
     try:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         probe.bind((ip, port))
     except OSError as error:
-        why = f"port {port} is taken" if error.errno == errno.EADDRINUSE else error.strerror
+        if error.errno == errno.EADDRINUSE:
+            raise TransportError(
+                f"port {port} of {ip} is in use (network.listen) ; stop what uses it (`ss -ltnp sport = :{port}` shows "
+                f"that), or choose another: shoal config set network.listen /{family}/{ip}/tcp/N"
+            ) from error
         raise TransportError(
-            f"cannot listen on {address}: {why}; stop the program that holds it, or set another listen address "
-            f"(tcp/0 takes any free port)"
+            f"cannot listen on {address}: {error.strerror} (network.listen) ; give an address of this machine and a "
+            f"port over 1023: shoal config set network.listen /{family}/{'0.0.0.0' if family == 'ip4' else '::'}/tcp/N"
         ) from error
     finally:
         probe.close()

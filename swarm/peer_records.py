@@ -131,7 +131,11 @@ class PeerRecords:
         return int(row[0])
 
     def tidy(self) -> None:
-        """Keep MAX_PEERS: a home may be older than this bound."""
+        """Keep MAX_PEERS that have done something: a home may be older than this rule and this bound."""
+        self._db.execute(
+            "DELETE FROM peers WHERE accepted = 0 AND penalty = 0 AND model = ''"
+            " AND peer NOT IN (SELECT peer FROM verdicts)"
+        )
         self._db.execute(
             "DELETE FROM peers WHERE peer NOT IN (SELECT peer FROM peers"
             " ORDER BY accepted >= ? DESC, banned DESC, last_seen DESC LIMIT ?)",

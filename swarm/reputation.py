@@ -107,8 +107,12 @@ class Reputation:
         return after.banned and not before.banned
 
     def seen(self, peer: str) -> None:
-        """The peer is connected now. Raises StoreError."""
-        self._save(self.of(peer), None)
+        """The peer is connected now. Raises StoreError.
+
+        A stranger is not written down for that: it may only ask for a public swarm, and never come again.
+        """
+        if peer in self._records:
+            self._save(self.of(peer), None)
 
     def weight(self, peer: str) -> float:
         return weight(self.of(peer))

@@ -1,13 +1,15 @@
-"""The parameters of every endpoint under /api/v1, in the one place that handlers and openapi.json read them from."""
+"""The parameters and fields of every endpoint under /api/v1, in the one place that handlers and openapi.json read."""
 
 from collections.abc import Mapping
 
 from protocol.rejection import Reason
 from web.queries import MAX_ROW, Choice, Number, Parameter, Text
+from web.schemas import Schema
 
 VERDICTS = ("admitted", *(str(reason) for reason in Reason))
 PEER_ORDERS = ("last_seen", "reputation", "admitted", "rejected", "peer_id")
 MAX_OFFSET = 1_000_000
+MAX_REASON = 200
 
 STEP = "steps after this one"
 QUERIES: Mapping[str, Mapping[str, Parameter]] = {
@@ -49,3 +51,14 @@ QUERIES: Mapping[str, Mapping[str, Parameter]] = {
     "config": {},
     "openapi.json": {},
 }
+
+_REASON: Schema = {"type": "string", "maxLength": MAX_REASON, "description": "one line; the status shows it"}
+BODIES: Mapping[str, Mapping[str, Schema] | None] = {
+    "pause": {"reason": _REASON},
+    "resume": {},
+    "config": None,
+    "stop": {},
+    "login": {},
+    "logout": {},
+}
+"""The fields that a POST takes; None: those that the node has settings for."""

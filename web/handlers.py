@@ -12,11 +12,11 @@ from aiohttp import web
 
 from web.answers import Refused, answer, encode
 from web.auth import CODE_SECONDS, COOKIE_SECONDS, Auth
-from web.endpoints import QUERIES
+from web.endpoints import BODIES, MAX_REASON, QUERIES
 from web.files import Files
 from web.guard import Guard, cookie_name
 from web.live import Live
-from web.openapi import MAX_REASON, document
+from web.openapi import document
 from web.probes import prometheus, readiness, trouble
 from web.queries import asked, body, group_id
 from web.streams import Streams
@@ -99,12 +99,12 @@ class Handlers:
         """A one-time sign-in for a browser, for who holds the token: a session cannot make more of itself."""
         if self.guard.credential(request) != "token":
             raise Refused(403, "only the API token can make a sign-in code", "run `shoal open`")
-        await body(request)
+        await body(request, BODIES["login"])
         code = self.auth.new_code()
         return answer({"code": code, "path": f"/login?code={code}", "expires_in": CODE_SECONDS})
 
     async def logout(self, request: web.Request) -> web.Response:
-        await body(request)
+        await body(request, BODIES["logout"])
         name = cookie_name(request)
         session = request.cookies.get(name, "")
         self.auth.end_session(session)
@@ -241,7 +241,7 @@ class Handlers:
 
     async def change(self, request: web.Request) -> web.Response:
         """Change settings: all that are named, or none where one is not good."""
-        values = await body(request)
+        values = await body(request, BODIES["config"])
         if not values:
             raise Refused(400, "no setting is named", 'send {"section.key": value}')
         kept = sorted(key for key in values if key.startswith(FOR_THE_TOKEN))
@@ -255,7 +255,7 @@ class Handlers:
 
     async def pause(self, request: web.Request) -> web.Response:
         """Pause after the step in progress, for a reason that the status shows."""
-        reason = (await body(request)).get("reason", "asked for over the API")
+        reason = (await body(request, BODIES["pause"])).get("reason", "asked for over the API")
         if not isinstance(reason, str) or len(reason) > MAX_REASON or not reason.isprintable():
             raise Refused(400, f"reason is not a line of at most {MAX_REASON} characters", "send a short one")
         with _training():
@@ -263,14 +263,14 @@ class Handlers:
         return answer(self.view.status(), 202)
 
     async def resume(self, request: web.Request) -> web.Response:
-        await body(request)
+        await body(request, BODIES["resume"])
         with _training():
             self.view.resume()
         return answer(self.view.status(), 202)
 
     async def stop(self, request: web.Request) -> web.Response:
         """Stop the daemon in good order; it answers first."""
-        await body(request)
+        await body(request, BODIES["stop"])
         self.view.stop()
         return answer({}, 202)
 

@@ -3,11 +3,9 @@
 from importlib.metadata import version
 from typing import Any
 
-from web.endpoints import QUERIES
+from web.endpoints import BODIES, QUERIES
 from web.queries import Choice, Number, Parameter
 from web.schemas import SCHEMAS, Schema, array, ref
-
-MAX_REASON = 200
 
 GET: dict[str, tuple[str, Schema]] = {
     "status": ("what the node does, why, and what to do about it", ref("Status")),
@@ -31,15 +29,15 @@ OTHER = {
         "text/event-stream",
     ),
 }
-_REASON = {"type": "string", "maxLength": MAX_REASON, "description": "one line; the status shows it"}
-POST: dict[str, tuple[str, int, Schema, dict[str, Schema]]] = {
-    "pause": ("pause after the step in progress", 202, ref("Status"), {"reason": _REASON}),
-    "resume": ("go on", 202, ref("Status"), {}),
-    "config": ("change settings: all that are named, or none where one is not good", 200, ref("Changed"), {}),
-    "stop": ("save and end the daemon", 202, ref("Nothing"), {}),
-    "login": ("a one-time code that signs a browser in (token only)", 200, ref("Code"), {}),
-    "logout": ("end the session of the cookie", 200, ref("Nothing"), {}),
+POST: dict[str, tuple[str, int, Schema]] = {
+    "pause": ("pause after the step in progress", 202, ref("Status")),
+    "resume": ("go on", 202, ref("Status")),
+    "config": ("change settings: all that are named, or none where one is not good", 200, ref("Changed")),
+    "stop": ("save and end the daemon", 202, ref("Nothing")),
+    "login": ("a one-time code that signs a browser in (token only)", 200, ref("Code")),
+    "logout": ("end the session of the cookie", 200, ref("Nothing")),
 }
+_FIELDS = {"type": "object", "additionalProperties": False}
 REFUSALS = {
     "400": "something asked for makes no sense",
     "401": "not signed in",
@@ -71,8 +69,9 @@ def document() -> dict[str, Any]:
                 },
             }
         }
-    for name, (says, status, schema, fields) in POST.items():
-        body = {"type": "object", "properties": fields}
+    for name, (says, status, schema) in POST.items():
+        fields = BODIES[name]
+        body = {"type": "object"} if fields is None else {**_FIELDS, "properties": fields}
         paths.setdefault(f"/{name}", {})["post"] = {
             "operationId": f"post {name}",
             "summary": says,

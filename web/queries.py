@@ -3,7 +3,7 @@
 import asyncio
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -107,8 +107,11 @@ def group_id(request: web.Request) -> str:
     return given
 
 
-async def body(request: web.Request) -> Mapping[str, Any]:
-    """The JSON object sent, or an empty one where nothing was. Raises Refused (400, 408, 413, 415)."""
+async def body(request: web.Request, known: Collection[str] | None) -> Mapping[str, Any]:
+    """The JSON object sent, or an empty one where nothing was. Raises Refused (400, 408, 413, 415).
+
+    `known`: the fields that it may have; None: its reader knows them.
+    """
     if (request.content_length or 0) > MAX_BODY:
         raise Refused(413, f"body of {request.content_length} bytes", f"send at most {MAX_BODY} bytes")
     try:
@@ -129,4 +132,7 @@ async def body(request: web.Request) -> Mapping[str, Any]:
         raise Refused(400, "the body is not JSON", "send one JSON object") from None
     if not isinstance(value, dict):
         raise Refused(400, f"the body is a JSON {type(value).__name__}", "send one JSON object")
+    if known is not None and (unknown := sorted(set(value) - set(known))):
+        takes = f"it takes {', '.join(known)}" if known else "it takes none"
+        raise Refused(400, f"unknown field {unknown[0][:40]!r} for {request.path}", takes)
     return value

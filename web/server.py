@@ -9,8 +9,9 @@ from collections.abc import Callable, Iterable
 
 from aiohttp import web
 
+from web.answers import error_answer
 from web.auth import Auth
-from web.guard import Guard, add_headers
+from web.guard import SECURITY_HEADERS, Guard, add_headers
 from web.handlers import Handlers
 from web.queries import MAX_BODY
 from web.streams import Streams
@@ -35,6 +36,27 @@ class WebServerError(Exception):
 
 class PortInUse(WebServerError):
     """Somebody else listens there."""
+
+
+class Connection(web.RequestHandler):
+    """aiohttp's, but what is no HTTP is refused as all else is: it never comes to web/guard.py."""
+
+    def handle_error(
+        self,
+        request: web.BaseRequest,
+        status: int = 500,
+        exc: BaseException | None = None,
+        message: str | None = None,
+    ) -> web.StreamResponse:
+        super().handle_error(request, status, exc, message)
+        refused = (
+            error_answer(status, "the request is malformed", "send HTTP/1.1")
+            if status < 500
+            else error_answer(status, "the daemon failed to answer", "see `shoal logs`")
+        )
+        refused.headers.update(SECURITY_HEADERS)
+        refused.force_close()
+        return refused
 
 
 class WebServer:
@@ -69,15 +91,7 @@ class WebServer:
 
     async def start(self) -> None:
         """Listen. Raises PortInUse, WebServerError."""
-        # no access log: the address of a sign-in holds its code
-        runner = web.AppRunner(
-            self.app,
-            access_log=None,
-            logger=QUIET,
-            handler_cancellation=True,
-            keepalive_timeout=IDLE_SECONDS,
-            shutdown_timeout=STOP_SECONDS,
-        )
+        runner = web.AppRunner(self.app, handler_cancellation=True, shutdown_timeout=STOP_SECONDS)
         await runner.setup()
         try:
             self._listening = await asyncio.get_running_loop().create_server(
@@ -138,4 +152,11 @@ def _accept(runner: web.AppRunner) -> asyncio.Protocol:
     open_ones = runner.server.connections  # oldest first
     for surplus in open_ones[: max(0, len(open_ones) + 1 - MAX_CONNECTIONS)]:
         surplus.force_close()
-    return runner.server()
+    # no access log: the address of a sign-in holds its code
+    return Connection(
+        runner.server,
+        loop=asyncio.get_running_loop(),
+        access_log=None,  # type: ignore[arg-type]
+        logger=QUIET,
+        keepalive_timeout=IDLE_SECONDS,
+    )

@@ -6,7 +6,9 @@ from the first member's start to the last one's board, over the number of member
 """
 
 import asyncio
+import functools
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -24,6 +26,7 @@ from node.bench.side import BenchError, Side
 from node.client import DaemonUnreachable, connect
 from node.coordinator.at_rest import begin, members_of
 from node.home import Home
+from node.isolation import die_with_parent
 from protocol.invite import Invite
 from protocol.manifest import Manifest
 
@@ -118,7 +121,12 @@ def _coordinator(directory: Path, members: int) -> Iterator[_Lead]:
     command = [sys.executable, "-P", "-m", "node", "--home", str(home.path), "coordinator", "up", *flags]
     with log.open("wb") as output:
         process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env={**os.environ, "OMP_NUM_THREADS": "1"}
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            preexec_fn=functools.partial(die_with_parent, signal.SIGTERM),
         )
     try:
         yield _Lead(home, manifest, process, log)

@@ -13,6 +13,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from node.isolation import die_with_parent
+
 STOP_SECONDS = 10.0
 LINE_BYTES = 16 << 20
 TAIL_BYTES = 4000
@@ -29,7 +31,10 @@ class SideTimeout(BenchError):
 
 
 class Side:
-    """A running side. Use as `async with Side(module, spec) as side`; it is killed at the end if it still runs."""
+    """A running side, which does not outlive this process.
+
+    Use as `async with Side(module, spec) as side`; it is killed at the end if it still runs.
+    """
 
     def __init__(self, module: str, spec: Mapping[str, Any]) -> None:
         self.module, self.spec = module, spec
@@ -49,6 +54,7 @@ class Side:
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
             limit=LINE_BYTES,
+            preexec_fn=die_with_parent,
             env={**os.environ, "OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, **quiet, **same_tasks},
         )
         assert self._process.stderr is not None

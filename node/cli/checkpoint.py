@@ -63,7 +63,8 @@ def list_all(session: Session) -> None:
         session,
         ["name", "step", "held-out", "size", "at", "path"],
         rows,
-        "None yet: the steps so far are in the journal; see shoal status for the step",
+        "No checkpoint yet: shoal up trains, and writes one every checkpoint.every steps or checkpoint.seconds; "
+        "until then its steps are in the journal",
     )
 
 

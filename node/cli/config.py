@@ -22,6 +22,7 @@ def config() -> None:
 def show(session: Session, key: str | None) -> None:
     """List the settings, or one section or key of them."""
     from node.cli.output import emit, table
+    from node.config import Config
     from node.settings import ConfigError, nearest, public_values
 
     values = public_values(session.settings(session.home()))
@@ -29,8 +30,9 @@ def show(session: Session, key: str | None) -> None:
         values = {name: entry for name, entry in values.items() if name == key or name.startswith(f"{key}.")}
         if not values:
             near = nearest(key)
+            meant = f"did you mean {near}? " if near else ""
             raise ConfigError(
-                f"unknown key {key} ; " + (f"did you mean {near}?" if near else "see `shoal config show`")
+                f"there is no setting or section {key} ; {meant}Sections: {', '.join(Config.model_fields)}"
             )
     if session.as_json:
         emit(values)

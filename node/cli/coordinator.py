@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from node.cli.session import Group, Session, not_empty, with_session
+from node.cli.session import Group, Session, not_empty, swarm_name, with_session
 
 if TYPE_CHECKING:
     from node.home import Home
@@ -46,7 +46,7 @@ def coordinator() -> None:
 
 
 @coordinator.command()
-@click.argument("name")
+@click.argument("name", callback=swarm_name)
 @click.option(
     "--manifest",
     "file",

@@ -45,7 +45,7 @@ def join(session: Session, wanted: str, via: Sequence[str]) -> None:
     from protocol.invite import SCHEME, Invite
 
     home = session.node()
-    if wanted.strip().lower().startswith(SCHEME):
+    if wanted.strip().lower().startswith(SCHEME) or "://" in wanted:  # a page's link is nobody's name for a swarm
         invitation, found = Invite.parse(wanted), None
     else:
         found = choose(wanted, look_up(session, home, via)[0])

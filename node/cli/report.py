@@ -21,7 +21,7 @@ def report(session: Session, run: Path | None, output: Path) -> None:
     """
     from node.cli.output import emit, working
     from node.home import write_atomic
-    from node.report import read_run
+    from node.report import ReportError, read_run
     from node.report_page import page
 
     with working(session) as say:
@@ -29,7 +29,10 @@ def report(session: Session, run: Path | None, output: Path) -> None:
         nodes = read_run(run if run is not None else session.node().path)
         say(f"drawing {sum(len(node.steps) for node in nodes)} steps")
         content = page(nodes).encode()
-    write_atomic(output, content)
+    try:
+        write_atomic(output, content)
+    except OSError as error:  # which names the file that is written aside
+        raise ReportError(f"{output} cannot be written ({error.strerror}) ; give another file: -o FILE") from error
     if session.as_json:
         emit({"file": str(output.absolute()), "nodes": [node.name for node in nodes], "bytes": len(content)})
     else:

@@ -141,6 +141,16 @@ Group.group_class = Group
 with_session = click.make_pass_decorator(Session, ensure=True)
 
 
+def swarm_name(context: click.Context, parameter: click.Parameter, value: str) -> str:
+    """Callback of a new swarm's name."""
+    from protocol.manifest import MAX_NAME
+
+    if not 1 <= len(value) <= MAX_NAME or not value.isprintable():
+        given = f"{value[:20]!r} of {len(value)} characters" if value else "it is empty"
+        raise click.BadParameter(f"{given}; give a swarm 1 to {MAX_NAME} printable characters", context, parameter)
+    return value
+
+
 def not_empty(context: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
     """Callback of an invite's option: an empty one is a variable that was not set, and no wish to do without."""
     if value == "":

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from node.cli.session import Command, Group, Session, with_session
+from node.cli.session import Command, Group, Session, swarm_name, with_session
 
 if TYPE_CHECKING:
     from node.home import Home
@@ -27,7 +27,7 @@ def swarm() -> None:
 
 
 @swarm.command()
-@click.argument("name")
+@click.argument("name", callback=swarm_name)
 @click.option(
     "--manifest",
     "file",

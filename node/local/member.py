@@ -43,7 +43,7 @@ class Member:
     home: Home
     port: int
     web_port: int
-    """Of the dashboard: this one, or a free one where it is taken."""
+    """Of the dashboard: this one, or where it is taken the one before, or a free one."""
     role: Role = "node"
     settings: tuple[str, ...] = ()
     """section.key=value, which make it what it is."""
@@ -81,7 +81,9 @@ class Member:
 def start(member: Member, members: int, steps: int | None, settings: Sequence[str]) -> None:
     """Start its process. `members`: processes that share the machine; `settings` are those of all of them."""
     with ExitStack() as held:  # chosen at every start: since the last one another program may have taken it
-        member.web_port = free_port(member.web_port, held)
+        wanted, member.web_port = member.web_port, free_port((member.web_port, member.home.page_port()), held)
+    if member.web_port != wanted:
+        member.home.keep_page_port(member.web_port)
     threads = max(1, (os.cpu_count() or 1) // members)
     flags = [
         f"network.listen=/ip4/127.0.0.1/tcp/{member.port}",
@@ -178,9 +180,9 @@ def _last_words(member: Member) -> str:
     return f"step {last['step']} is saved in {member.home.path}" if last else "there was no step yet to save"
 
 
-def free_port(wanted: int | None, held: ExitStack) -> int:
-    """`wanted` when nobody listens there, else a free port; held until the swarm's ports are all chosen."""
-    for port in (wanted, 0):
+def free_port(wanted: Sequence[int | None], held: ExitStack) -> int:
+    """The first of `wanted` where nobody listens, else a free port; held until the swarm's ports are all chosen."""
+    for port in (*wanted, 0):
         if port is None:
             continue
         listener = held.enter_context(socket.socket())

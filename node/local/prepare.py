@@ -74,7 +74,7 @@ def _homes(root: Path, swarm: Swarm, held: ExitStack) -> list[Member]:
         home = Home(root / name)
         home.init()
         held.enter_context(home.lock())  # of a swarm that runs already neither ports nor invite may change
-        port = free_port(home.listen_port(), held)
+        port = free_port([home.listen_port()], held)
         home.keep_listen_port(port)
         members.append(Member(name, home, port, FIRST_PAGE + len(members), role))
     leaders = [member.home.identity().peer_id for member in members if member.role == "large"]

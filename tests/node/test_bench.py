@@ -2,10 +2,14 @@
 
 import asyncio
 import json
+import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from node.bench import (
@@ -252,6 +256,27 @@ async def test_what_a_member_costs_a_coordinator() -> None:
     assert all(spent > 0 for spent in found["cpu_ms_per_member"].values())
     assert found["bytes_per_member"]["round"]["out"] > 0
     assert 0 < found["memory"]["bytes_per_member"] < 100_000
+
+
+PARENT = """
+import sys, time
+from pathlib import Path
+from node.bench.members import _coordinator
+with _coordinator(Path(sys.argv[1]), 2) as lead:
+    print(lead.process.pid, flush=True)
+    time.sleep(60)
+"""
+
+
+@pytest.mark.slow
+def test_a_benchmark_that_is_ended_takes_its_coordinator_along(tmp_path: Path) -> None:
+    parent = subprocess.Popen([sys.executable, "-c", PARENT, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    lead = psutil.Process(int(parent.stdout.readline()))
+    parent.terminate()
+    assert parent.wait(10) == -signal.SIGTERM
+    gone, _ = psutil.wait_procs([lead], timeout=30)
+    assert gone == [lead]
 
 
 @pytest.mark.slow

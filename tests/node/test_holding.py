@@ -1,6 +1,7 @@
 """What holds training up and lets it go on: a person and each limit apart, over restarts and clocks that are set."""
 
 import asyncio
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -301,6 +302,23 @@ async def test_a_disk_without_room_for_a_checkpoint_holds(
     node.now += 61
     await run_once(held)
     assert node.held_by is None
+
+
+async def test_training_goes_on_as_soon_as_the_disk_is_freed(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    free = 63 << 20
+    monkeypatch.setattr("node.holding.shutil.disk_usage", lambda path: SimpleNamespace(free=free))
+    monkeypatch.setattr(holding, "FULL_SECONDS", 0.01)
+    held = node.start(LimitsConfig())
+    watching = asyncio.create_task(held.watch_disk())
+    async with asyncio.timeout(10):
+        while node.held_by is None:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        free = 1 << 40
+        before = time.monotonic()
+        await held.unpaused.wait()
+    watching.cancel()
+    assert time.monotonic() - before < holding.TICK_SECONDS / 2
+    assert node.progress.told()[0] == "TRAINING"
 
 
 def test_what_a_home_takes(node: Node) -> None:

@@ -152,6 +152,62 @@ async def test_who_reaches_nobody_is_told_so(make_loop: Callable[..., Loop]) -> 
     assert told.next == "shoal doctor"
 
 
+async def test_a_peer_that_goes_amid_a_step_is_not_told_of_until_its_end(make_loop: Callable[..., Loop]) -> None:
+    loop, peers = make_loop(FakeTrainer()), ["a peer"]
+    loop.parts.exchange = SimpleNamespace(transport=SimpleNamespace(peers=lambda: peers))
+    loop._say_state()
+    assert loop.parts.progress.told() == ("TRAINING", "with 1 peer", "")
+    peers.clear()
+    assert loop.parts.progress.told()[1] == "alone: no peer connected"
+
+
+async def test_a_checkpoint_that_was_not_written_is_told_with_the_company(make_loop: Callable[..., Loop]) -> None:
+    loop = make_loop(FakeTrainer())
+    loop.parts.exchange = SimpleNamespace(transport=SimpleNamespace(peers=lambda: ["a peer"]))
+    loop._say_state()
+    loop.saving.unkept = "step-1 could not be written (denied); let this user write to it"
+    told = loop.parts.progress.told()
+    assert told == ("TRAINING", "with 1 peer; step-1 could not be written (denied)", "let this user write to it")
+
+
+async def test_a_step_that_waited_for_the_journal_trains_again_before_its_update(
+    make_loop: Callable[..., Loop], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop, told = make_loop(FakeTrainer()), list[tuple[str, str, str]]()
+    loop.parts.exchange = SimpleNamespace(transport=SimpleNamespace(peers=lambda: ["a peer"]))
+    full = [CheckpointError("the step cannot be journalled (No space left); free some disk: training waits for it")]
+
+    class Updated(Exception):
+        """The step is as far as this test goes."""
+
+    async def no_groups(*arguments: object) -> list[Any]:
+        return []
+
+    def append(record: JournalRecord) -> None:
+        if full:
+            raise full.pop()
+
+    async def rest(seconds: float) -> None:
+        told.append(loop.parts.progress.told())
+
+    async def update(record: JournalRecord) -> None:
+        told.append(loop.parts.progress.told())
+        raise Updated
+
+    monkeypatch.setattr(loop.foreign, "missing", lambda: 0)
+    monkeypatch.setattr(loop.foreign, "choose", no_groups)
+    monkeypatch.setattr(loop.own, "roll_out", no_groups)
+    monkeypatch.setattr(loop, "_share", lambda own: None)
+    monkeypatch.setattr(loop.saving, "state", lambda: STATE)
+    monkeypatch.setattr(loop.parts.checkpoints, "append", append)
+    monkeypatch.setattr("node.saving.asyncio.sleep", rest)
+    monkeypatch.setattr(loop, "_apply", update)
+    with pytest.raises(Updated):
+        await loop.step()
+    words = "the step cannot be journalled (No space left)", "free some disk: training waits for it"
+    assert told == [("WAITING", *words), ("TRAINING", "with 1 peer", "")]
+
+
 async def test_a_stop_amid_an_update_counts_what_is_in_the_journal(make_loop: Callable[..., Loop]) -> None:
     class Interrupts(FakeTrainer):
         def update(self, batch: Batch, should_stop: Callable[[], bool]) -> UpdateStats:

@@ -172,3 +172,12 @@ def test_no_run(run: Callable[..., Result], home: Home, tmp_path: Path) -> None:
     assert (result.exit_code, "has no node with a history" in result.stderr) == (1, True)
     History(home.database, Clock()).close()
     assert "<h1>Shoal: home</h1>" in page(read_run(home.path))  # a node that has not stepped yet
+
+
+def test_a_file_that_cannot_be_written_is_named_as_it_was_given(
+    run: Callable[..., Result], run_directory: Path, tmp_path: Path
+) -> None:
+    refused = run("report", run_directory, "-o", tmp_path / "missing" / "run.html")
+    assert refused.exit_code == 1
+    assert f"Error: {tmp_path / 'missing' / 'run.html'} cannot be written (No such file" in refused.stderr
+    assert "give another file: -o FILE" in refused.stderr

@@ -1,5 +1,6 @@
 """When a checkpoint is written, and whose steps a start takes up."""
 
+import errno
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -101,6 +102,26 @@ async def test_a_checkpoint_that_was_missed_at_its_step_is_made_up_for(
             due.append(step)
             await saving.checkpoint()
     assert due == [30, 55, 80]
+
+
+async def test_why_a_checkpoint_could_not_be_written_is_kept_until_one_is(
+    saving: Saving, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(directory: Path) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    saving.parts.checkpoints.latest()
+    saving.parts.trainer.step = 1
+    with monkeypatch.context() as patched:
+        patched.setattr(saving.parts.trainer, "save", refuse)
+        await saving.checkpoint()
+    directory = saving.parts.checkpoints.directory
+    assert saving.unkept == (
+        f"{directory / 'step-1'} could not be written ([Errno 13] Permission denied); "
+        f"let this user write to {directory}: every step is journalled meanwhile"
+    )
+    await saving.checkpoint()
+    assert saving.unkept == ""
 
 
 async def test_the_age_of_a_checkpoint_goes_on_over_a_restart(

@@ -36,6 +36,19 @@ async def test_the_peer_id_is_that_of_the_identity(libp2p):
     assert a.addresses()[0].startswith("/ip4/127.0.0.1/tcp/")
 
 
+async def test_a_port_in_use_names_the_port_the_setting_and_the_fix(libp2p):
+    (a,) = await libp2p.start(1)
+    address = a.addresses()[0].partition("/p2p/")[0]
+    port = address.rpartition("/")[2]
+    second = Libp2pTransport(libp2p.identity(1), [address])
+    words = (
+        rf"^port {port} of 127\.0\.0\.1 is in use \(network\.listen\) ; .*{port}.* shoal config set network\.listen "
+    )
+    with pytest.raises(TransportError, match=words + r"/ip4/127\.0\.0\.1/tcp/N$"):
+        await second.start()
+    await second.stop()
+
+
 async def test_a_peer_two_hops_away_is_dialled_by_its_id_alone(libp2p, wait_until):
     a, b, c = await libp2p.start(3)
     await b.connect(a.addresses()[0], timeout=5)

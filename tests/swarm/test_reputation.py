@@ -102,11 +102,18 @@ def test_reputation_survives_a_restart(store: ExperienceStore, clock: Any) -> No
 
 def test_last_seen_is_when_it_was_seen(store: ExperienceStore, clock: Any) -> None:
     reputation = Reputation(store, clock)
-    reputation.seen("peer")
+    reputation.record("peer", "announced")
     clock.now += 50
     assert reputation.of("peer").last_seen == NOW
     reputation.seen("peer")
     assert (reputation.of("peer").first_seen, reputation.of("peer").last_seen) == (NOW, NOW + 50)
+
+
+def test_who_only_came_to_ask_is_not_remembered(store: ExperienceStore, clock: Any) -> None:
+    store.peers.save(PeerRecord("of an older shoal", 0.0, 0.0, NOW, False, "", NOW, NOW))
+    Reputation(store, clock).seen("asks for public swarms")
+    store.tidy()
+    assert store.peers.all() == []
 
 
 def test_memory_and_rows_are_bounded(store: ExperienceStore, clock: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,6 +158,7 @@ def test_memory_and_database_forget_the_same_ones(
     monkeypatch.setattr("swarm.reputation.MAX_PEERS", 5)
     monkeypatch.setattr("swarm.peer_records.MAX_PEERS", 5)
     reputation = Reputation(store, clock)
+    reputation.record("newcomer", "announced")
     for n in range(20):
         clock.now += 1
         reputation.seen("newcomer")

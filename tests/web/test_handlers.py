@@ -250,6 +250,16 @@ async def test_bodies_that_are_refused(client, view, content, kind, status):
     assert view.calls == []
 
 
+@pytest.mark.parametrize(
+    ("what", "fix"), [("pause", "it takes reason"), *((name, "it takes none") for name in ("resume", "stop", "login"))]
+)
+async def test_a_field_that_nobody_reads_is_refused(client, view, what, fix):
+    async with client.post(f"/api/v1/{what}", json={"reasn": "a game"}) as refused:
+        assert refused.status == 400
+        assert await refused.json() == {"error": f"unknown field 'reasn' for /api/v1/{what}", "fix": fix}
+    assert view.calls == []
+
+
 async def test_a_body_without_a_length_is_capped_too(client, view):
     async def endless():
         for _ in range(MAX_BODY // 1024 + 2):

@@ -1,6 +1,7 @@
 """The server's lifetime: where it listens, why it cannot, how fast it stops."""
 
 import asyncio
+import json
 import time
 
 import aiohttp
@@ -78,7 +79,10 @@ async def test_a_malformed_request_is_refused_and_fills_no_log(view, clock, capl
     try:
         reader, writer = await asyncio.open_connection("127.0.0.1", int(server.url.rpartition(":")[2]))
         writer.write(b"GET /" + b"a" * 9000 + b" HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
-        assert (await asyncio.wait_for(reader.readline(), 10)).startswith((b"HTTP/1.0 400", b"HTTP/1.1 400"))
+        head, _, said = (await asyncio.wait_for(reader.read(), 10)).partition(b"\r\n\r\n")
+        assert head.startswith((b"HTTP/1.0 400", b"HTTP/1.1 400"))
+        assert b"Content-Security-Policy: default-src 'self'" in head
+        assert json.loads(said) == {"error": "the request is malformed", "fix": "send HTTP/1.1"}
         writer.close()
     finally:
         await server.stop()

@@ -44,6 +44,19 @@ def test_a_damaged_newest_checkpoint_costs_no_step(
     assert names(store.directory) == ["journal-10.bin", "journal-5.bin", "step-15", "step-5"]
 
 
+def test_a_damaged_checkpoint_is_evidence_for_one_run(
+    store: CheckpointStore, train: Any, reached: Any, names: Any
+) -> None:
+    train(store, 1, 12)
+    flip(store.directory / "step-10" / "model.safetensors", 0)
+    found = CheckpointStore(store.directory, 2)
+    for _ in range(2):  # a trainer that is lost has the same process recover again
+        assert found.latest().step == 5
+        assert "damaged-step-10" in names(store.directory)
+    assert reached(store.directory) == (5, [6, 7, 8, 9, 10, 11, 12], [])
+    assert names(store.directory) == ["journal-10.bin", "journal-5.bin", "step-5"]
+
+
 def test_the_same_step_may_be_damaged_twice(store: CheckpointStore, write: Any, train: Any, reached: Any) -> None:
     train(store, 1, 10)
     for _ in range(2):

@@ -51,8 +51,15 @@ def test_a_disk_that_fills_while_writing_leaves_no_half_checkpoint(
     def plain(directory: Path) -> None:
         raise Exception("No space left on device (os error 28)")  # what tokenizers raises
 
-    for fails in (half, plain):
-        with pytest.raises(CheckpointError, match=r"step-7 could not be written .*No space left.*; free some disk"):
+    def worker(directory: Path) -> None:
+        raise CheckpointError("one of the workers has No space left; free some disk")
+
+    for fails, said in (
+        (half, "could not be written .*"),
+        (plain, "could not be written .*"),
+        (worker, "workers has "),
+    ):
+        with pytest.raises(CheckpointError, match=rf"{said}No space left.*; free some disk"):
             store.save(7, fails, {"taken": 7})
         assert names(store.directory) == before
     with monkeypatch.context() as patched:
@@ -199,3 +206,26 @@ def reached_aside(directory: Path, reached: Any) -> tuple[int, list[int]]:
     assert len(problems) == 1
     assert "are no whole record" in problems[0]
     return step, steps
+
+
+def test_what_a_killed_save_left_goes_before_a_start_needs_room(store: CheckpointStore, train: Any, names: Any) -> None:
+    train(store, 1, 6)
+    before = names(store.directory)
+    (store.directory / ".aside-step-10").mkdir()
+    (store.directory / ".aside-step-10" / "model.safetensors").write_bytes(b"half")
+    CheckpointStore(store.directory, 2).tidy()
+    assert names(store.directory) == before
+
+
+@pytest.mark.parametrize(
+    ("error", "fix"),
+    [
+        (PermissionError(errno.EACCES, "Permission denied"), "let this user write to D"),
+        (Exception("I/O error: Read-only file system (os error 30)"), "let this user write to D"),
+        (OSError(errno.ENOSPC, "No space left on device"), "free some disk"),
+        (OSError("something else"), "free some disk"),
+        (OSError(errno.EIO, "Input/output error"), "see to that disk"),
+    ],
+)
+def test_what_is_to_be_done_about_a_write_that_failed(error: Exception, fix: str) -> None:
+    assert checkpoint.advice(error, Path("D")) == fix

@@ -235,3 +235,40 @@ def test_the_settings_say_what_there_is_to_choose_from(run: Run, home: Home) -> 
     shown = run("--home", home.path, "config", "show", "coordinator").stdout
     assert "(measured | manifest)" in next(line for line in shown.splitlines() if line.startswith("coordinator.mix "))
     assert "|" not in next(line for line in shown.splitlines() if line.startswith("coordinator.tasks "))
+
+
+@pytest.mark.parametrize(
+    ("name", "given"), [("", "it is empty"), ("x" * 65, "of 65 characters"), ("a\nb", "'a\\nb' of 3 characters")]
+)
+def test_a_name_that_no_swarm_can_have(run: Run, home: Home, name: str, given: str) -> None:
+    for command in (("swarm", "create"), ("coordinator", "init")):
+        refused = run("--home", home.path, *command, name)
+        assert refused.exit_code == 2
+        assert f"{given}; give a swarm 1 to 64 printable characters" in refused.stderr
+    assert not home.invite_path.exists()
+
+
+def test_a_section_that_is_none(run: Run, home: Home) -> None:
+    for key, meant in (("zzz", ""), ("limts", "did you mean limits? ")):
+        refused = run("--home", home.path, "config", "show", key)
+        assert refused.exit_code == 2
+        assert f"Error: there is no setting or section {key}\nFix: {meant}Sections: node, " in refused.stderr
+
+
+def test_a_file_that_is_no_text_is_named_with_its_line(run: Run, home: Home) -> None:
+    home.config_path.write_bytes(b"[node]\nname = '\xff'\n")
+    for command in (("show",), ("set", "web.port", "9")):
+        refused = run("--home", home.path, "config", *command)
+        assert refused.exit_code == 2
+        assert (
+            f"{home.config_path} is not UTF-8 text: byte 0xff in line 2\nFix: save the file as UTF-8" in refused.stderr
+        )
+
+
+def test_a_link_to_a_page_is_no_invite(run: Run, home: Home) -> None:
+    for command in (("join",), ("up", "--join")):
+        refused = run("--home", home.path, *command, "http://example.org")
+        assert refused.exit_code == 2
+        assert "no invite: it begins with 'http://examp'\nFix: paste the whole link, which begins with shoal:" in (
+            refused.stderr
+        )
