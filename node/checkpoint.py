@@ -16,6 +16,7 @@ import re
 import shutil
 import zlib
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -93,7 +94,6 @@ class CheckpointStore:
             path = self._path(step)
             state = json.loads((path / STATE).read_text()) if step else None
             records = self._records_from(step, problems)
-            self._remove_damaged(leave=self._put_aside)  # only here: where nothing is whole, they are all there is
         except OSError as error:
             raise CheckpointError(f"{self.directory} cannot be read: {error} ; mend that and start again") from error
         except journal.OtherFormat as error:
@@ -101,15 +101,17 @@ class CheckpointStore:
                 f"{error} ; let the version of Shoal that wrote it go on to a checkpoint, or move the file away to "
                 "start from the checkpoint before it, without its updates"
             ) from error
+        try:
+            self._remove_damaged(leave=self._put_aside)  # only here: where nothing is whole, they are all there is
+        except OSError as error:  # on a failing disk, say: nothing depends on it
+            problems.append(f"what was damaged before cannot be removed: {error}")
         self._base = step if not records else self._last_base(step)
         return Recovery(path if step else None, step, state, records, problems)
 
     def tidy(self) -> None:
-        """Give back what a killed save was writing, before a start needs its room. Raises CheckpointError."""
-        try:
+        """Give back what a killed save was writing, before a start needs its room; `latest` raises what fails here."""
+        with suppress(OSError):
             self._remove_unfinished()
-        except OSError as error:
-            raise CheckpointError(f"{self.directory} cannot be tidied: {error} ; mend that and start again") from error
 
     def _remove_unfinished(self) -> None:
         """Finish a replacement that a kill interrupted, and remove what was being written."""
@@ -368,7 +370,9 @@ def damage(checkpoint: Path) -> str | None:
 
 
 def _numbers(directory: Path, pattern: str) -> list[int]:
-    matches = (re.fullmatch(pattern, path.name) for path in directory.glob("*"))
+    if not directory.exists():
+        return []
+    matches = (re.fullmatch(pattern, path.name) for path in directory.iterdir())
     return sorted(int(match[1]) for match in matches if match)
 
 

@@ -1,5 +1,6 @@
 """Checkpoints and journals that are damaged: what is said, and what can be reached."""
 
+import errno
 import os
 from pathlib import Path
 from typing import Any
@@ -55,6 +56,24 @@ def test_a_damaged_checkpoint_is_evidence_for_one_run(
         assert "damaged-step-10" in names(store.directory)
     assert reached(store.directory) == (5, [6, 7, 8, 9, 10, 11, 12], [])
     assert names(store.directory) == ["journal-10.bin", "journal-5.bin", "step-5"]
+
+
+def test_what_cannot_be_removed_and_is_not_needed_stops_no_start(
+    store: CheckpointStore, train: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train(store, 1, 12)
+    flip(store.directory / "step-10" / "model.safetensors", 0)
+    CheckpointStore(store.directory, 2).latest()
+
+    def refuse(path: Path) -> None:
+        raise OSError(errno.EUCLEAN, "Structure needs cleaning", str(path))
+
+    monkeypatch.setattr("node.checkpoint.shutil.rmtree", refuse)
+    again = CheckpointStore(store.directory, 2)
+    again.tidy()
+    recovery = again.latest()
+    assert recovery.step == 5
+    assert "what was damaged before cannot be removed: [Errno 117]" in recovery.problems[-1]
 
 
 def test_the_same_step_may_be_damaged_twice(store: CheckpointStore, write: Any, train: Any, reached: Any) -> None:
