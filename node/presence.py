@@ -15,7 +15,7 @@ from node.config import Config
 from node.history import History
 from node.home import DaemonInfo, Home
 from node.joining import keep_page_port, keep_port, listen_address, page_port
-from node.progress import Progress
+from node.progress import Progress, innermost
 from protocol.invite import Invite
 from protocol.manifest import Manifest
 from swarm.directory import list_in_directory
@@ -94,10 +94,8 @@ class Presence:
         error = services.exception()
         if error is None or (isinstance(error, BaseExceptionGroup) and error.subgroup(Stopped)):
             return 0
-        while isinstance(error, BaseExceptionGroup):  # what broke first, out of the groups that tasks wrap it in
-            error = error.exceptions[0]
         said = self.progress.fail(error)
-        log.error("the %s failed", self.what, exc_info=error)
+        log.error("the %s failed", self.what, exc_info=innermost(error))
         self.history.event("error", "failed", said)  # `shoal status` reads it from then on
         return 1
 

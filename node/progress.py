@@ -18,6 +18,13 @@ class StageTimeout(Exception):
     """A stage of the step ran past its deadline; the message names the stage and the seconds."""
 
 
+def innermost(error: BaseException) -> BaseException:
+    """What broke first, out of the groups that tasks wrap it in."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
 @dataclass(slots=True)
 class Progress:
     """Mutable on the asyncio thread only. `stages` holds the seconds of each stage of the current step."""
@@ -55,6 +62,7 @@ class Progress:
 
     def fail(self, error: BaseException) -> str:
         """Say what ended the node, with what to do as the next action; returns all of it as one text."""
+        error = innermost(error)
         words = f"{type(error).__name__}: {error}"
         what, _, fix = words.partition(" ; ")
         self.say("FAILED", what, fix or "read the log: shoal logs")
