@@ -13,6 +13,8 @@ from node.parts import Parts, dtype_of, model_mark
 from node.selection import ForeignShare
 
 JOURNAL_RETRY_SECONDS = 10.0
+CHECKPOINT_RETRY_SECONDS = 30.0
+"""After the first one that could not be written, and twice as long after each that follows it."""
 
 
 class Saving:
@@ -27,6 +29,7 @@ class Saving:
         """Step of the last checkpoint that this process tried to write: on a full disk not every step tries again."""
         self.unkept = ""
         """Why the last checkpoint could not be written, and what to do; empty: it was."""
+        self._retry_seconds = CHECKPOINT_RETRY_SECONDS
 
     async def load(self) -> Recovery:
         """Have the newest good checkpoint; the updates to repeat after it are in what this returns.
@@ -78,7 +81,8 @@ class Saving:
         p = self.parts
         age = p.clock() - self.checkpointed_at
         steps = p.trainer.step - max(p.checkpoints.base, self._attempted)
-        return steps >= p.config.checkpoint.every or age >= p.config.checkpoint.seconds
+        patience = self._retry_seconds if self.unkept else p.config.checkpoint.seconds
+        return steps >= p.config.checkpoint.every or age >= min(patience, p.config.checkpoint.seconds)
 
     async def checkpoint(self) -> None:
         """Write a full checkpoint. A full disk costs the checkpoint, not the training: the journal goes on."""
@@ -102,9 +106,10 @@ class Saving:
         try:
             p.checkpoints.save(p.trainer.step, write, self.state())
         except CheckpointError as error:
+            self._retry_seconds *= 2 if self.unkept else 1
             self.unkept = str(error)
             raise
-        self.unkept = ""
+        self.unkept, self._retry_seconds = "", CHECKPOINT_RETRY_SECONDS
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint and a journalled update say of the node besides its weights."""

@@ -124,6 +124,26 @@ async def test_why_a_checkpoint_could_not_be_written_is_kept_until_one_is(
     assert saving.unkept == ""
 
 
+async def test_what_could_not_be_written_is_tried_again_soon_and_then_less_and_less(
+    saving: Saving, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*arguments: object) -> None:
+        raise CheckpointError("no")
+
+    now = 10_000.0
+    saving.parts.clock = lambda: now
+    saving.checkpointed_at = now
+    monkeypatch.setattr(saving.parts.checkpoints, "save", fail)
+    await saving.checkpoint()
+    tried = []
+    for _ in range(2000):
+        now += 1
+        if saving.is_due():
+            tried.append(now - 10_000.0)
+            await saving.checkpoint()
+    assert tried == [30, 90, 210, 450, 930, 1530]  # 600 s is the age at which one is due anyway
+
+
 async def test_the_age_of_a_checkpoint_goes_on_over_a_restart(
     saving: Saving, parts: Any, journalled: Callable[..., None]
 ) -> None:
