@@ -8,6 +8,7 @@ import socket
 from collections.abc import Callable, Iterable
 
 from aiohttp import web
+from aiohttp.http_exceptions import LineTooLong
 
 from web.answers import error_answer
 from web.auth import Auth
@@ -49,11 +50,14 @@ class Connection(web.RequestHandler):
         message: str | None = None,
     ) -> web.StreamResponse:
         super().handle_error(request, status, exc, message)
-        refused = (
-            error_answer(status, "the request is malformed", "send HTTP/1.1")
-            if status < 500
-            else error_answer(status, "the daemon failed to answer", "see `shoal logs`")
-        )
+        if status >= 500:
+            refused = error_answer(status, "the daemon failed to answer", "see `shoal logs`")
+        elif isinstance(exc, LineTooLong) or "Too many" in str(
+            exc
+        ):  # browsers send the cookies of a host's other ports
+            refused = error_answer(status, "the request's headers are too long", "clear this host's cookies")
+        else:
+            refused = error_answer(status, "the request is malformed", "send HTTP/1.1")
         refused.headers.update(SECURITY_HEADERS)
         refused.force_close()
         return refused

@@ -73,16 +73,26 @@ async def test_idle_connections_cannot_take_all_descriptors(view, clock, monkeyp
         await server.stop()
 
 
-async def test_a_malformed_request_is_refused_and_fills_no_log(view, clock, caplog):
+@pytest.mark.parametrize(
+    ("request_line", "headers", "error", "fix"),
+    [
+        (b"GET /" + b"a" * 9000, b"", "the request's headers are too long", "clear this host's cookies"),
+        (b"GET /", b"Cookie: " + b"a" * 9000, "the request's headers are too long", "clear this host's cookies"),
+        (b"GET /", b"A: b\r\n" * 200 + b"C: d", "the request's headers are too long", "clear this host's cookies"),
+        (b"\x16\x03\x01", b"", "the request is malformed", "send HTTP/1.1"),
+    ],
+    ids=["path", "cookie", "headers", "tls"],
+)
+async def test_a_malformed_request_is_refused_and_fills_no_log(view, clock, caplog, request_line, headers, error, fix):
     server = make(view, clock)
     await server.start()
     try:
         reader, writer = await asyncio.open_connection("127.0.0.1", int(server.url.rpartition(":")[2]))
-        writer.write(b"GET /" + b"a" * 9000 + b" HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
+        writer.write(request_line + b" HTTP/1.1\r\nHost: 127.0.0.1\r\n" + headers + b"\r\n\r\n")
         head, _, said = (await asyncio.wait_for(reader.read(), 10)).partition(b"\r\n\r\n")
         assert head.startswith((b"HTTP/1.0 400", b"HTTP/1.1 400"))
         assert b"Content-Security-Policy: default-src 'self'" in head
-        assert json.loads(said) == {"error": "the request is malformed", "fix": "send HTTP/1.1"}
+        assert json.loads(said) == {"error": error, "fix": fix}
         writer.close()
     finally:
         await server.stop()
