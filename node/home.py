@@ -370,11 +370,14 @@ class Home:
 
 def _kept_port(path: Path) -> int | None:
     try:
-        return int(path.read_text())
+        port = int(path.read_text())
     except FileNotFoundError:
         return None
     except ValueError as error:
         raise HomeError(f"{path} is damaged ; delete it") from error
+    if not 0 < port < 1 << 16:
+        raise HomeError(f"{path} is damaged: there is no port {port} ; delete it")
+    return port
 
 
 def home_size(home: Path) -> int:

@@ -35,9 +35,11 @@ def keep_port(home: Home, network: NetworkConfig, transport: Transport) -> None:
 
 def page_port(home: Home, page: WebConfig) -> int:
     """The configured port of the dashboard; with 0 the one that it took before, where that is free."""
-    kept = home.page_port()
-    if page.port or kept is None:
+    if page.port:
         return page.port
+    kept = home.page_port()
+    if kept is None:
+        return 0
     try:
         check_port(page.host, kept)
     except WebServerError:
