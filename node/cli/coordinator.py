@@ -83,7 +83,13 @@ def init(session: Session, name: str, file: Path | None, public: bool, standbys:
 @click.option(
     "--join", "invite", metavar="INVITE", callback=not_empty, help="a standby: join this swarm first (shoal:...)"
 )
-@click.option("--begin", "name", metavar="NAME", help="where the home is in no swarm: init one of this name first")
+@click.option(
+    "--begin",
+    "name",
+    metavar="NAME",
+    callback=swarm_name,
+    help="where the home is in no swarm: init one of this name first",
+)
 @with_session
 def up(session: Session, invite: str | None, name: str | None) -> None:
     """Coordinate the swarm of this home until Ctrl-C."""

@@ -141,10 +141,12 @@ Group.group_class = Group
 with_session = click.make_pass_decorator(Session, ensure=True)
 
 
-def swarm_name(context: click.Context, parameter: click.Parameter, value: str) -> str:
-    """Callback of a new swarm's name."""
+def swarm_name(context: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
+    """Callback of a new swarm's name, if there is one."""
     from protocol.manifest import MAX_NAME
 
+    if value is None:
+        return None
     if not 1 <= len(value) <= MAX_NAME or not value.isprintable():
         given = f"{value[:20]!r} of {len(value)} characters" if value else "it is empty"
         raise click.BadParameter(f"{given}; give a swarm 1 to {MAX_NAME} printable characters", context, parameter)

@@ -241,7 +241,7 @@ def test_the_settings_say_what_there_is_to_choose_from(run: Run, home: Home) -> 
     ("name", "given"), [("", "it is empty"), ("x" * 65, "of 65 characters"), ("a\nb", "'a\\nb' of 3 characters")]
 )
 def test_a_name_that_no_swarm_can_have(run: Run, home: Home, name: str, given: str) -> None:
-    for command in (("swarm", "create"), ("coordinator", "init")):
+    for command in (("swarm", "create"), ("coordinator", "init"), ("coordinator", "up", "--begin")):
         refused = run("--home", home.path, *command, name)
         assert refused.exit_code == 2
         assert f"{given}; give a swarm 1 to 64 printable characters" in refused.stderr
