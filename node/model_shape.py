@@ -73,7 +73,7 @@ def model_shape(directory: Path) -> ModelShape:
             if len(sizes) == 2 and ".layers." in name and ".experts." not in name:
                 layer = name.split(".")[-2]
                 linear[layer] = linear.get(layer, 0) + sum(sizes)
-        heads = config["num_attention_heads"]
+        heads, vocabulary = config["num_attention_heads"], config["vocab_size"]
         width = config.get("head_dim") or config["hidden_size"] // heads
         kv = 2 * 2 * config["num_hidden_layers"] * (config.get("num_key_value_heads") or heads) * width
     except (OSError, ValueError, KeyError, TypeError, struct.error) as error:
@@ -86,7 +86,7 @@ def model_shape(directory: Path) -> ModelShape:
         width=config["hidden_size"],
         linear=MappingProxyType(linear),
         embedding=sum(math.prod(sizes) for name, sizes in tensors if "embed_tokens" in name or "lm_head" in name),
-        vocabulary=config["vocab_size"],
+        vocabulary=vocabulary,
         experts=sum(math.prod(sizes) for name, sizes in tensors if ".experts." in name),
     )
 

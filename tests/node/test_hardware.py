@@ -1,6 +1,8 @@
 """Which engine, why, and whether a model fits."""
 
 import dataclasses
+import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -253,7 +255,12 @@ def test_shape_of_a_model_is_read_from_its_headers(tiny_model: Callable[[str], P
     assert shape.parameters == sum(parameter.numel() for parameter in bundle.model.parameters())
     assert shape.kv_bytes == 2 * 2 * 3 * 2 * 8
     assert (shape.layers, shape.width, shape.linear["q_proj"], len(shape.linear)) == (3, 48, 3 * 96, 7)
-    (tmp_path / "config.json").write_text("{}")
+    config = json.loads((directory / "config.json").read_text())
+    del config["vocab_size"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    shutil.copy(directory / "model.safetensors", tmp_path)
+    with pytest.raises(ModelError, match="its files cannot be read"):
+        model_shape(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"\xff" * 9)
     with pytest.raises(ModelError, match="its files cannot be read"):
         model_shape(tmp_path)
