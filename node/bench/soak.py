@@ -55,10 +55,12 @@ async def compare(threads: int, machine: dict[str, Any], *, minutes: float = MIN
         return await asyncio.to_thread(soak, Path(root), threads, minutes * 60)
 
 
-def soak(root: Path, threads: int, seconds: float, restart_every: float = RESTART_EVERY) -> dict[str, Any]:
+def soak(
+    root: Path, threads: int, seconds: float, restart_every: float = RESTART_EVERY, settings: Sequence[str] = SETTINGS
+) -> dict[str, Any]:
     """Run the swarm in `root` for `seconds` from its first step on. Raises BenchError when it does not get on."""
     log = root / "local.log"
-    flags = [word for setting in (*SETTINGS, f"node.threads={threads}") for word in ("--set", setting)]
+    flags = [word for setting in (*settings, f"node.threads={threads}") for word in ("--set", setting)]
     command = [sys.executable, "-m", "node", "--home", str(root), "local", "--nodes", str(NODES), "--json", *flags]
     with log.open("wb") as out:
         swarm = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=out)

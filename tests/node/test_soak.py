@@ -8,7 +8,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from node.bench.soak import Sample, look, soak, windows
+from node.bench.soak import SETTINGS, Sample, look, soak, windows
 from node.home import DaemonInfo, Home
 
 SAMPLE = Sample(node=1, at=0.0, pid=1, rss_mb=100.0, descriptors=40, home_mb=10.0, step=1)
@@ -60,7 +60,9 @@ def test_a_node_is_measured_from_outside(tmp_path: Path) -> None:
 @pytest.mark.interop
 @pytest.mark.model
 def test_both_nodes_train_on_after_being_ended(tmp_path: Path) -> None:
-    found = soak(tmp_path, threads=1, seconds=350.0, restart_every=90.0)
+    # with checkpoints every other step there is little to repeat, and so time for steps on a busy machine too
+    settings = (*SETTINGS, "checkpoint.every=2")
+    found = soak(tmp_path, threads=1, seconds=350.0, restart_every=90.0, settings=settings)
 
     # a node repeats what was journalled first, and a third one is ended before the time is over
     ended = [(one["node"], one["signal"]) for one in found["restarts"]]
