@@ -91,7 +91,9 @@ def test_a_follower_samples_with_the_leaders_policy_and_the_leader_learns_from_i
     leader, follower = Home(tmp_path / "leader"), Home(tmp_path / "follower")
     for home in (leader, follower):
         home.init()
-    leader.found(make_manifest("federation", time.time() - 60, (evenness,), epoch_seconds=86400))
+    # a model this small has answered 4,160 tasks within a minute, and then there is nothing new to publish
+    slots = {"epoch_seconds": 86400, "slots_per_epoch": 1 << 17}
+    leader.found(make_manifest("federation", time.time() - 60, (evenness,), **slots))
     me, other = leader.identity().peer_id, follower.identity().peer_id
     with node(leader, model, *LEADS) as leads:
         invite = until(lambda: ask(leader, "swarm").get("invite"), leads)
