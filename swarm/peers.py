@@ -18,6 +18,10 @@ DIAL_SECONDS = 10.0
 LOOKUP_SECONDS = 15.0
 FIRST_BACK_OFF, LONGEST_BACK_OFF = 0.5, 30.0
 DIALS_AT_ONCE = 8
+ENOUGH = 4
+"""Connections with which one more or less is no reason to look up at once. A look-up asks some twenty peers: with more
+connected it becomes rarer, or a swarm of dozens spends its processors on it."""
+LONGEST_INTERVAL = 300.0
 MAX_KNOWN = 512
 MAX_STRANGERS = 64
 """Of them, those that the rendezvous told of and that were never connected: whoever answers may make them up."""
@@ -50,8 +54,9 @@ class Discovery:
     """A service: `run` until cancelled.
 
     `rendezvous`: the key under which the peers of this swarm find each other (manifest digest). `clock`: seconds,
-    monotonic. `interval`: seconds between two look-ups once the set of peers is stable. `max_peers`: no more is
-    dialled when so many are connected. `tick`: seconds between two looks at the connections.
+    monotonic. `interval`: seconds between two look-ups once the set of peers is stable and no more than ENOUGH are
+    connected. `max_peers`: no more is dialled when so many are connected. `tick`: seconds between two looks at the
+    connections.
     """
 
     def __init__(
@@ -75,7 +80,7 @@ class Discovery:
         self._random = random.Random(transport.peer_id)
         self._known: dict[str, KnownPeer] = {}
         self._connected: frozenset[str] = frozenset()
-        self._next_lookup = self._lookup_gap = 0.0
+        self._next_lookup, self._lookup_gap = 0.0, tick
         self.last_error: str | None = None
         """Why the last dial of a bootstrap peer failed; None once one answered."""
         for address in bootstrap:
@@ -111,7 +116,7 @@ class Discovery:
                 known = self._known[peer] = KnownPeer(f"/p2p/{peer}", is_bootstrap=False, last_seen=now, next_dial=0.0)
             known.last_seen, known.next_dial = now, 0.0
             known.failures, known.is_stranger = 0, False
-        if connected != self._connected:
+        if connected != self._connected and len(connected) <= ENOUGH:
             self._next_lookup, self._lookup_gap = now, self._tick
         self._connected = connected
         self._forget(now)
@@ -128,7 +133,7 @@ class Discovery:
                 del self._known[peer]
 
     async def _look_up(self) -> None:
-        """Say that we are here and ask who else is. Often after a change, then ever less, down to `interval`."""
+        """Say that we are here and ask who else is. Often after a change, then ever less."""
         try:
             async with asyncio.timeout(LOOKUP_SECONDS):
                 await self._transport.provide(self._rendezvous)
@@ -145,7 +150,8 @@ class Discovery:
             self._known[peer] = KnownPeer(
                 f"/p2p/{peer}", is_bootstrap=False, last_seen=now, next_dial=now, is_stranger=True
             )
-        self._lookup_gap = min(self._interval, self._lookup_gap * 2)
+        rarest = max(self._interval, min(LONGEST_INTERVAL, self._interval * len(self._connected) / ENOUGH))
+        self._lookup_gap = min(rarest, self._lookup_gap * 2)
         self._next_lookup = now + self._lookup_gap
 
     def _room_for_a_stranger(self) -> bool:

@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 
 from swarm.memory import MemoryHub
-from swarm.peers import DIALS_AT_ONCE, GIVE_UP_SECONDS, MAX_STRANGERS, Discovery
+from swarm.peers import DIALS_AT_ONCE, ENOUGH, GIVE_UP_SECONDS, MAX_STRANGERS, Discovery
 from swarm.transport import PeerUnreachable, TransportError
 
 RENDEZVOUS = bytes(range(32))
@@ -124,6 +124,30 @@ async def test_dials_back_off_but_never_end(failure: type[TransportError]):
     assert max(gaps) <= 30 * 1.25 + 0.25
     assert min(gaps[10:]) >= 30 * 0.75
     assert times[-1] > 3 * 3600 - 40
+
+
+@pytest.mark.parametrize(("count", "most"), [(2, 130), (32, 26)])
+async def test_look_ups_become_rarer_in_a_large_swarm_and_no_change_there_hurries_them(count: int, most: int):
+    transport = Unreachable()
+    connected = [f"friend {number}" for number in range(count)]
+    transport.peers = lambda: tuple(connected)
+    looked_up: list[float] = []
+
+    async def provide(key: bytes) -> None:
+        looked_up.append(transport.now)
+
+    transport.provide = provide
+    service = discovery(transport, clock=lambda: transport.now, interval=30.0, tick=0.5)
+    while transport.now < 3600:
+        await service.step()
+        transport.now += 0.5
+        if count > ENOUGH and transport.now % 20 == 0:  # somebody comes, somebody goes
+            connected.append(connected.pop(0) + "'")
+    assert most // 2 < len(looked_up) <= most
+    assert looked_up[:4] == [0.0, 1.0, 3.0, 7.0]
+    del connected[1:]
+    await service.step()
+    assert looked_up[-1] == 3600, "with next to nobody left it looks at once"
 
 
 async def test_a_flood_of_ids_is_bounded():
