@@ -138,7 +138,7 @@ class TestWithTrl:
         assert not list(tmp_path.glob(".model-*"))
 
     def test_a_warm_start_teaches_the_gold_answer(self, swarm: Home, tmp_path: Path) -> None:
-        asked = order(source="environments", tasks=32, steps=80, learning_rate=1e-2, output=tmp_path / "model")
+        asked = order(source="environments", tasks=32, steps=120, learning_rate=3e-3, output=tmp_path / "model")
         report = train(swarm, asked)
         assert report["left_out"] == {"tasks of evenness without an answer that scores 1": 4}
         assert report["examples"] == 28
