@@ -33,7 +33,7 @@ from swarm.rounds import Following
 from swarm.transport import Message, PeerConnected, Transport, TransportError
 
 LOOK_SECONDS = 0.25
-LATER_SECONDS = 10.0
+LATER_SECONDS = 30.0
 """Between two groups once a member is through with a round."""
 TRIES_SECONDS = 300.0
 NEIGHBOURS = 6

@@ -34,8 +34,8 @@ MEMBER = "node.bench.coordinator_member"
 MEMBERS, GROUPS, TASKS = 32, 8, 8
 AT_ONCE = 4
 """Members that start together: imports of all of them at once would leave nothing of a small machine for the rest."""
-PAUSE_SECONDS = 0.5
-"""Between two announcements of a member."""
+PAUSE_SECONDS = 2.0
+"""Between two announcements of a member: 32 on one small machine spend minutes on passing 16 a second on."""
 START_SECONDS, STAGE_SECONDS, STOP_SECONDS = 120.0, 1200.0, 10.0
 SETTINGS = (
     "network.listen=/ip4/127.0.0.1/tcp/0",
