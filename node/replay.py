@@ -28,6 +28,8 @@ log = logging.getLogger(__name__)
 
 MAX_ATTEMPTS: Final = 2
 """Starts that may die while they repeat one and the same last update; the next one leaves it out."""
+MAX_ATTEMPTS_DONE: Final = 8
+"""The same for an update that was made once: a kill says little of it then, but memory may be short now."""
 MAX_NOTED: Final = 16
 FILE: Final = "replay.json"
 
@@ -46,6 +48,7 @@ async def replay(
     """
     run, event = parts.device.run, parts.history.event
     attempts = Attempts(parts.checkpoints.directory)
+    done = parts.history.last_step()
     settings = [settings_of(record, parts.config.train) for record in records]
     unknown = [record.step for record, then in zip(records, settings, strict=True) if then is None]
     if unknown:
@@ -62,7 +65,7 @@ async def replay(
         failed = await run(attempts.failed, record)
         if failed:
             event("warning", "resume", f"{failed} starts ended while they repeated step {record.step}")
-        if last and failed >= MAX_ATTEMPTS:
+        if last and failed >= (MAX_ATTEMPTS_DONE if done and done["step"] >= record.step else MAX_ATTEMPTS):
             restore(record.state)  # the step must not be tried with the same groups again
             event(
                 "error",
@@ -74,6 +77,7 @@ async def replay(
         parts.progress.say("RESUMING", f"{records[-1].step} steps are saved; repeating that of step {record.step}")
         await run(parts.trainer.configure, then or parts.config.train)
         await run(attempts.begin, record)
+        parts.progress.stages.clear()
         try:
             await apply(record)
         except asyncio.CancelledError:

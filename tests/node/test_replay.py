@@ -197,6 +197,27 @@ async def test_a_last_step_that_ended_two_starts_is_left_out(life: Callable[...,
     assert loop.own.position.taken == 12
 
 
+async def test_a_step_that_was_done_outlives_starts_that_are_killed_amid_repeating_it(
+    life: Callable[..., Loop],
+) -> None:
+    first = life(Heavy())
+    for step in (1, 2):
+        first.parts.checkpoints.append(record(step))
+    await first.recover()  # both are done, and in the history
+    for _ in range(3):
+        await die(life(Heavy((2,))))
+    trainer = Heavy()
+    again = life(trainer)
+    await again.recover()
+    assert trainer.given == [1, 2]
+    assert again.parts.history.last_step()["step"] == 2
+    assert set(again.parts.progress.stages) == {"update", "weights"}, "of the last step only, and of no start"
+    for _ in range(8):
+        await die(life(Heavy((2,))))
+    await (last := life(Heavy((2,)))).recover()
+    assert last.saving.saved == 1, "memory may be short now: no start is kept from training for ever"
+
+
 async def test_a_step_that_others_follow_is_tried_at_every_start(life: Callable[..., Loop]) -> None:
     first = life(Heavy())
     for step in (1, 2, 3):
