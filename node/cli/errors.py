@@ -32,6 +32,8 @@ ROOMS = ("protocol.", "swarm.", "node.", "web.")
 def judge(error: BaseException) -> tuple[int, str]:
     """(exit code, '<what> ; <fix>') of an error."""
     match error:
+        case click.exceptions.NoArgsIsHelpError():
+            return USAGE, f"no command is given ; see `{error.ctx.command_path if error.ctx else 'shoal'} --help`"
         case click.UsageError():
             where = error.ctx.command_path if error.ctx else "shoal"
             return USAGE, f"{error.format_message().rstrip('.')} ; see `{where} --help`"
@@ -87,6 +89,9 @@ class Reporting:
     ) -> Literal[False]:
         if error is None or isinstance(error, SystemExit | GeneratorExit):
             return False
+        if isinstance(error, click.exceptions.NoArgsIsHelpError) and not self.as_json:
+            click.echo(error.format_message(), err=True)
+            raise SystemExit(USAGE) from error
         code, text = judge(error)
         what, fix = parted(self._hints(" ".join(text.split())))
         if self.verbose and not isinstance(error, click.ClickException | click.Abort):

@@ -89,6 +89,16 @@ def test_errors_are_two_lines_with_an_exit_code(run: Run, home: Home, args: list
     assert error["fix"]
 
 
+@pytest.mark.parametrize("group", [(), ("config",)])
+def test_without_a_command_there_is_the_help_as_it_is(run: Run, group: tuple[str, ...]) -> None:
+    told = run(*group)
+    assert told.exit_code == 2
+    assert told.stderr.startswith("Usage: ")
+    assert "\nOptions:\n" in told.stderr
+    refused = run("--json", *group)
+    assert json.loads(refused.stderr)["code"] == 2
+
+
 @pytest.mark.parametrize("command", ["status", "id", "down", "leave", "logs"])
 def test_not_initialised(run: Run, tmp_path: Path, command: str) -> None:
     result = run("--home", tmp_path / "none", command)
