@@ -32,11 +32,11 @@ ROOMS = ("protocol.", "swarm.", "node.", "web.")
 def judge(error: BaseException) -> tuple[int, str]:
     """(exit code, '<what> ; <fix>') of an error."""
     match error:
-        case click.exceptions.NoArgsIsHelpError():
-            return USAGE, f"no command is given ; see `{error.ctx.command_path if error.ctx else 'shoal'} --help`"
         case click.UsageError():
             where = error.ctx.command_path if error.ctx else "shoal"
-            return USAGE, f"{error.format_message().rstrip('.')} ; see `{where} --help`"
+            helps = isinstance(error, click.exceptions.NoArgsIsHelpError)  # its message is all of the help
+            said = "no command is given" if helps else error.format_message().rstrip(".")
+            return USAGE, f"{said} ; see `{where} --help`"
         case click.ClickException():
             return error.exit_code, error.format_message()
         case click.Abort() | KeyboardInterrupt():
