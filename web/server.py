@@ -52,10 +52,10 @@ class Connection(web.RequestHandler):
         super().handle_error(request, status, exc, message)
         if status >= 500:
             refused = error_answer(status, "the daemon failed to answer", "see `shoal logs`")
-        elif isinstance(exc, LineTooLong) or "Too many" in str(
-            exc
-        ):  # browsers send the cookies of a host's other ports
-            refused = error_answer(status, "the request's headers are too long", "clear this host's cookies")
+        elif isinstance(exc, LineTooLong) or "Too many" in str(exc):
+            # browsers send the cookies of a host's other ports, too
+            what, fix = "the request's address or headers are too long", "send less, or clear this host's cookies"
+            refused = error_answer(status, what, fix)
         else:
             refused = error_answer(status, "the request is malformed", "send HTTP/1.1")
         refused.headers.update(SECURITY_HEADERS)
