@@ -14,7 +14,6 @@ import signal
 import site
 import socket
 import sys
-import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,7 +36,7 @@ from swarm.averaging_wire import (
     frame,
 )
 from swarm.backing_off import pause_after
-from swarm.child import open_log
+from swarm.child import open_log, scratch_directory
 
 log = logging.getLogger(__name__)
 
@@ -134,9 +133,9 @@ class Averager:
                 held.enter_context(theirs)
                 shutil.rmtree(self._directory, ignore_errors=True)  # weights of a process that was killed
                 self._directory.mkdir(mode=0o700, parents=True)
-                # its sockets need a path that is short, which that of a home may not be
-                scratch = tempfile.TemporaryDirectory(prefix="shoal-averager-", ignore_cleanup_errors=True)
-                self._process = await self._launch(theirs, held.enter_context(scratch))
+                scratch = scratch_directory(self._directory)
+                held.callback(shutil.rmtree, scratch, ignore_errors=True)
+                self._process = await self._launch(theirs, str(scratch))
                 theirs.close()
                 reader, self._writer = await asyncio.open_connection(sock=ours)
             except OSError as error:

@@ -1,6 +1,10 @@
-"""What the processes that a node starts have in common: what they may know of it, and a log that does not grow."""
+"""What the processes that a node starts have in common: what they may know of it, and what they leave on disk."""
 
+import hashlib
+import os
 import re
+import shutil
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import IO
@@ -15,6 +19,22 @@ SECRETS = re.compile(
 )
 """Variables whose values are taken for secrets, whoever reads them."""
 LOG_BYTES = 16 << 20
+
+
+def scratch_directory(of: Path) -> Path:
+    """An empty private directory of a short path, as a socket needs it (107 bytes), below the system's temporary one.
+
+    `of`: a path in the home that stands for the child and its use. It is always the same directory for one, so that
+    what a killed node left there goes with the next start. Raises OSError.
+    """
+    name = hashlib.sha256(os.fsencode(of.absolute())).hexdigest()[:16]
+    path = Path(tempfile.gettempdir(), f"shoal-{name}")
+    shutil.rmtree(path, ignore_errors=True)
+    try:
+        path.mkdir(mode=0o700)
+    except FileExistsError:  # another user's, or what another user put there
+        return Path(tempfile.mkdtemp(prefix="shoal-"))
+    return path
 
 
 def inherited(own: Mapping[str, str]) -> dict[str, str]:

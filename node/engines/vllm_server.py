@@ -10,7 +10,6 @@ import os
 import shutil
 import signal
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +17,7 @@ from typing import Protocol
 
 from node.engines.vllm_client import Address
 from swarm.backing_off import pause_after
-from swarm.child import inherited, open_log
+from swarm.child import inherited, open_log, scratch_directory
 
 log = logging.getLogger(__name__)
 
@@ -94,7 +93,7 @@ class VllmServer:
 
     def __init__(self, plan: ServerPlan) -> None:
         self.plan = plan
-        self.directory = Path(tempfile.mkdtemp(prefix="shoal-vllm-"))  # short: a socket's path has 107 bytes
+        self.directory = scratch_directory(plan.log_path)
         self.address = Address("http://vllm", str(self.directory / "socket"))
         self._process: asyncio.subprocess.Process | None = None
         self._pauses = Pauses()
@@ -129,7 +128,7 @@ class VllmServer:
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
-                env=environment(os.environ, self.plan.environment),
+                env=environment(os.environ, self.directory, self.plan.environment),
                 start_new_session=True,
             )
 
@@ -172,13 +171,14 @@ def _signal_group(group: int, number: signal.Signals) -> bool:
     return True
 
 
-def environment(own: Mapping[str, str], more: Sequence[tuple[str, str]]) -> dict[str, str]:
-    """Variables of the child: ours without secrets and settings, and what it needs."""
+def environment(own: Mapping[str, str], scratch: Path, more: Sequence[tuple[str, str]]) -> dict[str, str]:
+    """Variables of the child: ours without secrets and settings, and what it needs. Its sockets go to `scratch`."""
     needed = {
         "VLLM_SERVER_DEV_MODE": "1",  # weights and pauses; it listens on a private socket only
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
         "HF_HUB_OFFLINE": "1",
+        "VLLM_RPC_BASE_PATH": str(scratch),  # killed, it leaves them
     }
     return {**inherited(own), **needed, **dict(more)}
 

@@ -8,7 +8,6 @@ new actor, which gets the present weights before it takes work.
 import asyncio
 import logging
 import shutil
-import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +20,7 @@ from node.large.handshake import new_secret
 from node.large.ray_cluster import ActorGone, RayCluster, address_here
 from node.large.room import Bundle
 from node.large.tunnel import FarEnd, NearEnd
+from swarm.child import scratch_directory
 
 log = logging.getLogger(__name__)
 
@@ -67,7 +67,7 @@ class RayServer:
         """`seconds`: deadline for Ray to start an actor; `devices`: GPUs that it shares; None: those of its bundle."""
         self._cluster, self._group, self._bundle, self._plan = cluster, group, bundle, plan
         self._seconds, self._devices = seconds, devices
-        self._directory = Path(tempfile.mkdtemp(prefix="shoal-engine-"))  # short: a socket's path has 107 bytes
+        self._directory = scratch_directory(plan.log_path.with_suffix(".tunnel"))
         self._near = NearEnd(self._directory / "socket")
         self._pauses = Pauses()
         self._actor: Any = None

@@ -9,13 +9,12 @@ import shutil
 import socket
 import subprocess
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from swarm.child import inherited, open_log
+from swarm.child import inherited, open_log, scratch_directory
 
 COMMAND = (sys.executable, "-P", "-m", "node.training.worker")
 """-P: a `torch.py` in the directory where the node was started is not torch."""
@@ -78,7 +77,7 @@ class LocalLauncher:
         launched: list[Launched] = []
         with contextlib.ExitStack() as begun:  # undone unless all are there
             try:
-                self._directory = Path(tempfile.mkdtemp(prefix="shoal-trainer-"))
+                self._directory = scratch_directory(self._log)
                 for _ in range(count):
                     ours, theirs = socket.socketpair()
                     begun.callback(ours.close)

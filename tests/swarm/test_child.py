@@ -1,8 +1,11 @@
-"""Which of a node's variables the processes that it starts get."""
+"""Which of a node's variables the processes that it starts get, and where they keep what may go with them."""
+
+import tempfile
+from pathlib import Path
 
 import pytest
 
-from swarm.child import SECRETS, inherited
+from swarm.child import SECRETS, inherited, scratch_directory
 
 KEPT = (
     "HF_TOKEN", "hf_token", "GITHUBTOKEN", "NPM_TOKEN_2", "npm_config__authToken", "TOKEN_KEY", "API_KEY", "KEY",
@@ -25,3 +28,25 @@ def test_secrets_stay_with_the_node(name: str) -> None:
 @pytest.mark.parametrize("name", PASSED_ON)
 def test_what_only_sounds_like_a_secret_is_passed_on(name: str) -> None:
     assert inherited({name: "x"}) == {name: "x"}
+
+
+def test_what_a_killed_process_left_goes_with_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    left = scratch_directory(tmp_path / "home" / "vllm.log")
+    (left / "socket").write_text("")
+    other = scratch_directory(tmp_path / "home" / "trainer.log")
+    assert scratch_directory(tmp_path / "home" / "vllm.log") == left != other
+    assert not list(left.iterdir())
+    assert left.stat().st_mode & 0o777 == 0o700
+
+
+def test_a_directory_of_another_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    taken = scratch_directory(tmp_path / "log")
+    elsewhere = tmp_path / "of another"
+    elsewhere.mkdir()
+    taken.rmdir()
+    taken.symlink_to(elsewhere)  # as one that may not be removed: it is not followed
+    (elsewhere / "theirs").write_text("")
+    assert scratch_directory(tmp_path / "log") not in (taken, elsewhere)
+    assert (elsewhere / "theirs").exists()

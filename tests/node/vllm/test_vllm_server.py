@@ -145,7 +145,10 @@ def test_it_goes_when_the_node_is_killed(plan: ServerPlan, tmp_path: Path) -> No
     )
     root = str(Path(__file__).parents[3])
     process = subprocess.Popen(
-        [sys.executable, str(node)], stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": root}
+        [sys.executable, str(node)],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": root, "TMPDIR": str(tmp_path)},
     )
     assert process.stdout is not None
     server = psutil.Process(int(process.stdout.readline()))
@@ -161,7 +164,8 @@ def test_it_goes_when_the_node_is_killed(plan: ServerPlan, tmp_path: Path) -> No
 def test_secrets_stay_here() -> None:
     own = {"PATH": "/bin", "SHOAL_PASSPHRASE": "x", "HF_TOKEN": "y", "CUDA_HOME": "/cuda"}
     own |= {"AWS_SECRET_ACCESS_KEY": "z", "SSH_AUTH_SOCK": "/agent", "TOKENIZERS_PARALLELISM": "false"}
-    variables = environment(own, [("OMP_NUM_THREADS", "2")])
+    variables = environment(own, Path("/tmp/scratch"), [("OMP_NUM_THREADS", "2")])
+    assert variables["VLLM_RPC_BASE_PATH"] == "/tmp/scratch"
     assert variables["PATH"] == "/bin"
     assert variables["CUDA_HOME"] == "/cuda"
     assert variables["OMP_NUM_THREADS"] == "2"
