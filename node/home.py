@@ -18,6 +18,7 @@ from pathlib import Path
 import platformdirs
 import psutil
 
+from node.supervised import how_to_end, supervisor
 from protocol.identity import Identity, IdentityError
 from protocol.invite import Invite, InviteError
 from protocol.manifest import Manifest, ManifestError
@@ -51,9 +52,11 @@ class NotInitialised(HomeError):
 class HomeLocked(HomeError):
     """Another process runs on this home."""
 
-    def __init__(self, path: Path, pid: int | None) -> None:
-        who = f"process {pid}" if pid else "another process"
-        super().__init__(f"home {path} is in use by {who} ; stop it with `shoal down`, or give another --home")
+    def __init__(self, home: "Home", pid: int | None) -> None:
+        who, supervising = f"process {pid}" if pid else "another process", supervisor(pid)
+        who += f", run in a local swarm by process {supervising}" if supervising else ""
+        way = how_to_end(supervising) if supervising else f"stop it with `{home.command('down')}`"
+        super().__init__(f"home {home.path} is in use by {who} ; {way}, or give another --home")
         self.pid = pid
 
 
@@ -223,7 +226,7 @@ class Home:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                raise HomeLocked(self.path, self._noted()) from None
+                raise HomeLocked(self, self._noted()) from None
             file.truncate(0)
             file.write(str(os.getpid()))
             file.flush()

@@ -19,14 +19,24 @@ class DaemonStuck(Exception):
     """The daemon was asked to stop and did not."""
 
 
+class NodeSupervised(Exception):
+    """The daemon would not stay stopped."""
+
+
 @click.command(cls=Command)
 @with_session
 def down(session: Session) -> None:
     """Stop the daemon in good order and wait until it is gone."""
     from node.cli.output import emit, working
+    from node.supervised import how_to_end, supervisor
 
     home, client = session.node(), session.client()
     info = home.daemon()
+    if info is not None and (supervising := supervisor(info.pid)) is not None:
+        raise NodeSupervised(
+            f"process {supervising} runs this node in a local swarm and would start it again ; "
+            f"{how_to_end(supervising)}, or hold this one with `shoal pause`"
+        )
     client.post("stop")
     started = time.monotonic()
     with working(session, only_terminal=True) as say:

@@ -159,6 +159,16 @@ def test_pause_resume_and_down(run: Run, home: Home, daemon: Any) -> None:
     assert run("--home", home.path, "down").exit_code == 3
 
 
+def test_a_node_of_a_local_swarm_is_not_stopped_only_to_start_again(
+    run: Run, home: Home, daemon: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("node.supervised.supervisor", lambda pid: 77)
+    refused = run("--home", home.path, "down")
+    assert (refused.exit_code, daemon.asked) == (1, [])
+    assert "process 77 runs this node in a local swarm" in refused.stderr
+    assert f"`kill 77`, or hold this one with `shoal --home {home.path} pause`" in refused.stderr
+
+
 def test_settings_go_through_the_running_daemon(run: Run, home: Home, daemon: Any) -> None:
     def set_key(key: str, value: str, *more: str) -> Result:
         return run("--home", home.path, "config", "set", key, value, *more)

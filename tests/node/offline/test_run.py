@@ -105,7 +105,7 @@ def test_orders_that_make_no_sense(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("any_trl")
 def test_a_node_that_is_up_or_in_no_swarm_is_left_alone(home: Home, swarm: Home) -> None:
-    with swarm.lock(), pytest.raises(HomeLocked, match=r"in use by process .* ; stop it with `shoal down`"):
+    with swarm.lock(), pytest.raises(HomeLocked, match=r"in use by process .* ; stop it with `shoal .*down`"):
         train(swarm, order(apply=True))
     swarm.leave()
     with pytest.raises(NoSwarm, match="shoal swarm create"):
