@@ -64,7 +64,8 @@ async def replay(
             continue  # it was skipped: the same step was tried again with other groups
         failed = await run(attempts.failed, record)
         if failed:
-            event("warning", "resume", f"{failed} starts ended while they repeated step {record.step}")
+            starts = "start" if failed == 1 else "starts"
+            event("warning", "resume", f"{failed} {starts} ended while they repeated step {record.step}")
         if last and failed >= (MAX_ATTEMPTS_DONE if done and done["step"] >= record.step else MAX_ATTEMPTS):
             restore(record.state)  # the step must not be tried with the same groups again
             event(

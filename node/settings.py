@@ -193,8 +193,10 @@ def edited(home: Home, values: Mapping[str, Any], where: str) -> str:
 
 
 def check_value(key: str, value: Any, where: str) -> None:
-    """Raises ConfigError for what pydantic would take for something else, and for what no file can hold."""
+    """Raises ConfigError for what pydantic would take for something else, and what no file holds or no start finds."""
     wrong = ""
+    if key == "model.path" and value != "embedded" and not Path(str(value), "config.json").expanduser().is_file():
+        wrong = f"{value} is no directory of a model, with its config.json"
     if isinstance(value, bool) and FIELDS[key].annotation is not bool:
         wrong = f"{str(value).lower()} is no value of it"
     try:

@@ -46,7 +46,7 @@ def explained(entry: Mapping[str, Any]) -> str:
     return f"{entry['help']} ({' | '.join(entry['choices'])})" if entry["choices"] else str(entry["help"])
 
 
-@config.command(name="set")
+@config.command(name="set", context_settings={"ignore_unknown_options": True})  # a value may be -5
 @click.argument("key")
 @click.argument("value")
 @with_session

@@ -171,6 +171,7 @@ def test_set_keeps_comments_and_order(home: Home) -> None:
         ("web.prt", "1", "did you mean web.port"),
         ("rollout.group_size", "1", r"group_size = '1' \(argument VALUE\)"),
         ("swarm.own_groups", "0", "nothing to train on"),
+        ("model.path", "/nowhere", r"/nowhere is no directory of a model.* ; set it to .*local model directory"),
     ],
 )
 def test_set_refuses_what_would_not_load(home: Home, key: str, value: str, words: str) -> None:

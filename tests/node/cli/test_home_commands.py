@@ -65,6 +65,11 @@ def test_config_set_refuses(run: Run, home: Home) -> None:
     assert (result.exit_code, "did you mean web.port?" in result.stderr) == (2, True)
 
 
+def test_config_set_takes_a_negative_value_for_a_value(run: Run, home: Home) -> None:
+    result = run("--home", home.path, "config", "set", "eval.every", "-5")
+    assert (result.exit_code, result.stderr.startswith("Error: eval.every = ")) == (2, True), result.stderr
+
+
 def test_create_show_leave(run: Run, home: Home) -> None:
     created = json.loads(run("--home", home.path, "swarm", "create", "mine", "--private", "--json").stdout)
     shown = json.loads(run("--home", home.path, "swarm", "show", "--json").stdout)
