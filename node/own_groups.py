@@ -78,7 +78,16 @@ class OwnGroups:
         p = self.parts
         passed_over = self.curriculum.outside([spec.name for spec in p.manifest.environments])
         takes = p.rounds.takes if p.rounds else lambda ref: True
-        return self.position.take(p.manifest, p.peer_id, count, now, passed_over, takes)
+        slots, had = p.manifest.slots_per_epoch, self.position.taken
+        refs = self.position.take(p.manifest, p.peer_id, count, now, passed_over, takes)
+        if had < slots <= self.position.taken:
+            p.history.event(
+                "warning",
+                "tasks",
+                f"all {slots} tasks that this node has in an epoch are done; they come again, and are not published "
+                f"twice, until the next one, in {p.manifest.epoch_ends(self.position.epoch) - now:.0f} s",
+            )
+        return refs
 
     async def _sample(self, count: int, tasks: Callable[[int], Sequence[Begun]], *, long: bool) -> list[Rollout]:
         """`count` groups, of tasks begun before and of `tasks`."""

@@ -82,6 +82,18 @@ async def test_without_dynamic_sampling_a_step_has_the_groups_that_come(make_loo
     assert loop.own.position.taken == 4
 
 
+async def test_tasks_of_an_epoch_that_come_again_are_told_of_once(make_loop: Callable[..., Loop]) -> None:
+    loop = make_loop(lambda i: True)
+    history = loop.parts.history
+    await loop.own.roll_out(1, 4)
+    loop.own.position.taken = 4092  # of 4,096
+    assert history == []
+    await loop.own.roll_out(2, 4)
+    assert [message[:52] for message in history] == ["all 4096 tasks that this node has in an epoch are do"]
+    await loop.own.roll_out(3, 4)
+    assert len(history) == 1
+
+
 async def test_a_round_that_fails_costs_none_of_the_groups_before_it(
     make_loop: Callable[..., Loop], monkeypatch: Any
 ) -> None:
