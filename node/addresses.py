@@ -37,6 +37,10 @@ def interface_addresses(version: int) -> list[str]:
     return [str(address) for address in sorted(set(parsed), key=lambda a: (a.is_loopback, str(a)))]
 
 
+def in_container() -> bool:
+    return any(Path(mark).exists() for mark in CONTAINER_MARKS)
+
+
 def caution(addresses: Sequence[str], announced: Sequence[str]) -> str:
     """What keeps others from using an invite with these addresses, and the fix; "" where nothing is known to."""
     if addresses and all(address.startswith(("/ip4/127.", "/ip6/::1/")) for address in addresses):
@@ -44,7 +48,7 @@ def caution(addresses: Sequence[str], announced: Sequence[str]) -> str:
             "these addresses are of this machine only, so nobody elsewhere can use the invite ; "
             "shoal config set network.listen /ip4/0.0.0.0/tcp/7946, then start the node again"
         )
-    if not announced and any(Path(mark).exists() for mark in CONTAINER_MARKS):
+    if not announced and in_container():
         return (
             "these addresses are of this container, so nobody on another machine can use the invite ; "
             "set SHOAL_NETWORK_ANNOUNCE=/ip4/HOST/tcp/PORT with the machine's own address and the published port (for "

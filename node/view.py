@@ -12,6 +12,7 @@ import psutil
 from node.limits import Holder
 from node.scorer import ScorerError
 from node.settings import ConfigError, Overridden, public_values
+from node.supervised import how_to_restart
 from node.view_coordinator import coordination
 from node.view_group import MAX_SIBLINGS, completions, group_summary, task_of
 from node.view_peers import members_seen, peer_graph, peers_page
@@ -166,6 +167,7 @@ class DaemonView:
         return {
             "applied": list(changed.applied),
             "restart": list(changed.restart),
+            "restart_by": self.node.home.hints(how_to_restart(os.getpid())),
             "config": {key: entries[key] for key in concerned},
         }
 

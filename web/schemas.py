@@ -261,7 +261,7 @@ SCHEMAS: dict[str, Schema] = {
         secret=FLAG,
     ),
     "Config": mapping(ref("Setting")),
-    "Changed": obj(applied=array(TEXT), restart=array(TEXT), config=mapping(ref("Setting"))),
+    "Changed": obj(applied=array(TEXT), restart=array(TEXT), restart_by=TEXT, config=mapping(ref("Setting"))),
     "Code": obj(code=TEXT, path=TEXT, expires_in=NUMBER),
     "Nothing": {"type": "object", "maxProperties": 0},
 }

@@ -93,8 +93,9 @@ class NodeView(Protocol):
         holds from the next start; secrets are not in it."""
 
     def change(self, values: Mapping[str, Json]) -> Mapping[str, Json]:
-        """Change settings: {applied: [keys in force now], restart: [keys in force from the next start], config: their
-        entries}. Raises SettingRefused and SettingOverridden, and nothing is changed then."""
+        """Change settings: {applied: [keys in force now], restart: [keys in force from the next start], restart_by:
+        what a person does for it, config: their entries}. Raises SettingRefused and SettingOverridden, and nothing is
+        changed then."""
 
     def metrics(self) -> Mapping[str, float]:
         """Prometheus samples: full metric name with labels (`shoal_rejected_total{reason="stale"}`) -> value."""

@@ -64,7 +64,7 @@ def set_key(session: Session, key: str, value: str) -> None:
         written = entry.get("pending", entry["value"])
         if done["restart"]:
             held = ", ".join(done["restart"])
-            trouble = f"the running node takes up {held} at its next start ; shoal down, then shoal up"
+            trouble = f"the running node takes up {held} at its next start ; {done['restart_by']}"
     if session.as_json:
         running = {name: done[name] for name in ("applied", "restart")} if done is not None else {}
         emit({"key": key, "value": written, "file": str(home.config_path), **running})
@@ -85,6 +85,7 @@ def by_daemon(session: Session, home: "Home", key: str, value: str) -> tuple[Map
     """
     from node.client import DaemonUnreachable, RequestRefused, connect
     from node.settings import ConfigError, check_keys
+    from node.supervised import how_to_restart
 
     check_keys([key], "argument KEY")
     try:
@@ -96,7 +97,8 @@ def by_daemon(session: Session, home: "Home", key: str, value: str) -> tuple[Map
             return None, str(refused)
     except DaemonUnreachable:
         pass  # the file is what the next start reads in any case
-    return None, "the running daemon goes on with what it had ; shoal down, then shoal up"
+    info = home.daemon()
+    return None, f"the running daemon goes on with what it had ; {how_to_restart(info.pid if info else None)}"
 
 
 @click.command(name="id", cls=Command)

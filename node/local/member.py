@@ -141,7 +141,8 @@ def tend(member: Member, members: int, steps: int | None, settings: Sequence[str
             )
         wait = 2.0**member.fruitless
         member.retry_at = now + wait
-        member.note = f"died ({member.ends[-1]}), restarting in {wait:.0f} s"
+        how = f"died ({member.ends[-1]})" if code else "ended"
+        member.note = f"{how}, restarting in {wait:.0f} s"
     elif now >= member.retry_at:
         start(member, members, steps, settings)
         member.started_at = now

@@ -2,11 +2,13 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+from node import addresses, supervised
 from node.home import Home, HomeLocked
-from node.supervised import supervisor
+from node.supervised import how_to_restart, supervisor
 
 RUNS_A_NODE = """
 import subprocess, sys
@@ -33,3 +35,15 @@ def test_only_a_shoal_local_starts_a_node_again(home: Home, command: str) -> Non
         parent.kill()
     assert supervisor(node) is None
     assert supervisor(None) is None
+
+
+def test_a_restart_is_asked_of_who_starts_it_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mark = tmp_path / "mark"
+    monkeypatch.setattr(addresses, "CONTAINER_MARKS", (str(mark),))
+    assert how_to_restart(None) == "shoal down, then shoal up"
+    monkeypatch.setattr(supervised, "supervisor", lambda pid: 77)
+    assert how_to_restart(1) == "end all nodes of that swarm with Ctrl-C there, or `kill 77`, then start it again"
+    mark.touch()
+    assert "kill 77" in how_to_restart(1234)  # started by hand in a container
+    monkeypatch.setattr(supervised, "_parent", lambda pid: 1)
+    assert how_to_restart(1) == "docker compose restart, outside of the container"

@@ -45,5 +45,6 @@ class FixtureSettings:
         return {
             "applied": now,
             "restart": [key for key in wanted if key not in now],
+            "restart_by": "shoal down, then shoal up",
             "config": {key: self.entries[key] for key in wanted},
         }

@@ -146,7 +146,7 @@ async def test_settings_are_saved_and_refused_next_to_their_field():
         await tab.page.fill("#set-limits-group_mb", "4")
         await tab.page.click("text=Save 2 changes")
         await tab.sees("in force now", "#set-limits-hours_per_day-said")
-        assert "needs a restart" in await tab.text("#set-limits-group_mb-said")
+        assert "needs a restart: shoal down, then shoal up." in await tab.text("#set-limits-group_mb-said")
         assert tab.node.settings.entries["limits.hours_per_day"]["value"] == 8
         assert tab.node.settings.entries["limits.group_mb"]["pending"] == 4
         await tab.page.fill("input[type=search]", "port")

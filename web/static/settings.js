@@ -128,7 +128,7 @@ export const settings = {
         for (const one of wanted) {
           one.show(done.config?.[one.key] ?? { ...one.entry, value: one.value(), source: "config.toml" });
           if (done.applied?.includes(one.key)) one.tell("Saved, in force now.", "good");
-          else one.tell("Saved; needs a restart: shoal down, then shoal up.", "warn");
+          else one.tell(`Saved; needs a restart: ${done.restart_by}.`, "warn");
         }
         const later = done.restart?.length ?? 0;
         outcome.textContent = later ? `Saved. ${number(later)} of them need a restart.` : "Saved, in force now.";

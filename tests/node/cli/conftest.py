@@ -68,7 +68,7 @@ class FakeNode:
             raise SettingRefused(f"{key} = 0 (the request): too few ; set it to a whole number at least 1")
         entry = {"value": 8420, "pending": 9000} if key == "web.port" else {"value": values[key]}
         concerned = {"applied": [], "restart": [key]} if key == "web.port" else {"applied": [key], "restart": []}
-        return {**concerned, "config": {key: entry}}
+        return {**concerned, "restart_by": "ask the captain", "config": {key: entry}}
 
     def pause(self, reason: str) -> None:
         self.asked.append(f"pause: {reason}")
