@@ -1,8 +1,9 @@
 """The only place that wires things: parts are put together (node/making.py), services run in one TaskGroup, and errors
 end it loudly.
 
-Order of a start: lock the home -> web -> network -> manifest (fetched by digest when joining) -> model, scorer ->
-recover -> agreement check -> train. Nothing before the training needs a peer, except a manifest not yet known.
+Order of a start: lock the home -> web -> network -> manifest (fetched by digest when joining) -> a vLLM server of
+another machine or container -> model, scorer -> recover -> agreement check -> train. Nothing before the training needs
+a peer, except a manifest not yet known.
 """
 
 import asyncio
@@ -26,7 +27,7 @@ from node.large.node import LargeNode, plan_large
 from node.large.ray_cluster import RayCluster
 from node.limits import local_zone
 from node.loop import Loop
-from node.making import make_parts, start_engines
+from node.making import make_parts, start_engines, wait_for_server
 from node.models import ModelBundle
 from node.oddities import oddities
 from node.presence import Presence, Stopped, leave
@@ -153,6 +154,7 @@ class Daemon:
         if self.cluster is not None:
             async with self.progress.during("ray"):
                 await self._place(self.cluster)
+        await wait_for_server(self)
         self.progress.say("STARTING", "starting the scorer and loading the model")
         limits, large = self.config.limits, self.large
         crew = large.crew(manifest.environments, limits) if large is not None else None

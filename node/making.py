@@ -12,6 +12,8 @@ from node.engines.agreement import check_agreement
 from node.engines.choose import make_engines, share_device
 from node.engines.transformers import TransformersEngine
 from node.engines.vllm import VllmEngine
+from node.engines.vllm_client import Address, VllmClient
+from node.engines.vllm_probe import wait_until_healthy
 from node.home import models_dir
 from node.loop import Loop
 from node.memory import share_gpu
@@ -32,6 +34,22 @@ from swarm.sampler import Sampler
 
 if TYPE_CHECKING:
     from node.daemon import Daemon
+
+
+async def wait_for_server(node: "Daemon") -> None:
+    """Where a vLLM server runs elsewhere: wait for it before anything of this node takes memory of the GPU.
+
+    It measures what it may take while it starts, and fails where that changes meanwhile. Raises Unreachable.
+    """
+    engine = node.config.engine
+    if not engine.url or node.config.rollout.engine == "transformers" or node.large is not None:
+        return
+    client = VllmClient(Address(engine.url))
+    try:
+        async with node.progress.during("engine"):
+            await wait_until_healthy(client, engine.start_seconds, node.starting)
+    finally:
+        await client.close()
 
 
 async def start_engines(

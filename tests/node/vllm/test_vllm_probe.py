@@ -2,14 +2,19 @@
 
 import asyncio
 import re
+import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from aiohttp import web
 
+from node.config import Config
 from node.engines.vllm_client import Address, VllmClient
 from node.engines.vllm_probe import EngineSetupError, MissingFlag, Unreachable, WrongModel, wait_until_healthy
+from node.making import wait_for_server
+from node.progress import Progress
 
 Make = Callable[..., Any]
 
@@ -38,6 +43,23 @@ async def test_it_waits_for_a_server_that_is_starting(fake: Any, make: Make) -> 
     fake.fails.clear()
     await start
     assert "waiting for the vLLM server" in made.said[0]
+
+
+async def test_a_node_loads_nothing_before_a_server_elsewhere_is_up(fake: Any) -> None:
+    def node(**rollout: str) -> Any:
+        config = Config.model_validate({"engine": {"url": fake.url}, "rollout": rollout})
+        progress = Progress(time.time, 60.0)
+        return SimpleNamespace(config=config, large=None, progress=progress, starting=said.append)
+
+    said: list[str] = []
+    fake.fails.add("/health")
+    waiting = asyncio.ensure_future(wait_for_server(node()))
+    await asyncio.sleep(0.1)
+    assert not waiting.done()
+    assert "waiting for the vLLM server" in said[0]
+    await wait_for_server(node(engine="transformers"))  # which has no use for it
+    fake.fails.clear()
+    await waiting
 
 
 async def test_something_else_answers() -> None:
