@@ -47,6 +47,8 @@ PUBLISH_INTERVAL = 0.005
 """Seconds between two gossip messages of ours: a peer's 32 slots drain faster than that."""
 PUBLISH_QUEUE = 512
 PING_INTERVAL = 15.0
+PINGS = 2
+"""In a row, before a peer that answers none is parted from."""
 """A peer that vanished without closing its connection is given up after this long and a ping's deadline."""
 DHT_REFRESH_SECONDS, DHT_LOOKUP_SECONDS = 60.0, 20.0
 ADDRESS_SECONDS = 24 * 3600
@@ -183,10 +185,11 @@ class Libp2pHost:
     async def _welcome(self, peer: str) -> None:
         """Count a peer as connected once it has answered: one that bans us closes instead. Then tell the DHT."""
         peer_id = ID.from_base58(peer)
-        took = await ping(self._host, self._runtime, peer)
-        if took is None or peer in self.connected or peer in self._banned:
+        took = await self._ping(peer)
+        if peer in self.connected or peer in self._banned or not self._network.get_connections(peer_id):
             return
-        if not self._network.get_connections(peer_id):
+        if took is None:  # it would neither count as connected nor be dialled again as long as the connection stands
+            await self.disconnect(peer)
             return
         self.connected[peer] = Connection(self._direction(peer_id), took, self._remote(peer_id))
         self._calls.emit(PeerConnected(peer))
@@ -196,6 +199,14 @@ class Libp2pHost:
         self._book.add(peer, self._stored_addresses(peer_id))
         await self._dht.meet(peer_id)
         self._dht_stale.set()
+
+    async def _ping(self, peer: str) -> float | None:
+        """Seconds that an answer took; None where none of PINGS came in time: a machine out of breath is late once."""
+        took = None
+        for _ in range(PINGS):
+            if took is None and self._network.get_connections(ID.from_base58(peer)):
+                took = await ping(self._host, self._runtime, peer)
+        return took
 
     def _direction(self, peer_id: ID) -> Literal["inbound", "outbound"] | None:
         """Of the oldest connection to a peer."""
@@ -292,7 +303,7 @@ class Libp2pHost:
 
     async def _keep_alive(self) -> None:
         async def check(peer: str) -> None:
-            took = await ping(self._host, self._runtime, peer)
+            took = await self._ping(peer)
             if peer not in self.connected:
                 return
             if took is None:

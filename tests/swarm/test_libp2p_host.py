@@ -214,6 +214,30 @@ async def test_a_check_that_raises_costs_the_message_only(libp2p, read, caplog, 
     assert "the check of a message" in caplog.text
 
 
+@pytest.mark.parametrize("late", [1, libp2p_host.PINGS])
+async def test_a_peer_whose_first_answers_are_late_is_reached_all_the_same(libp2p, monkeypatch, wait_until, late):
+    """At once where one of them came in time; else by the next dial, with the first connection out of the way."""
+    a, b = await libp2p.start(2)
+    b.serve(ECHO, echo, max_request=10)
+    ping, asked = libp2p_host.ping, 0
+
+    async def slow(host, runtime, peer):
+        nonlocal asked
+        if peer == b.peer_id:
+            asked += 1
+            if asked <= late:
+                return None  # as after PING_TIMEOUT
+        return await ping(host, runtime, peer)
+
+    monkeypatch.setattr(libp2p_host, "ping", slow)
+    address = b.addresses()[0]
+    if late == libp2p_host.PINGS:
+        with pytest.raises(PeerUnreachable):
+            await a.connect(address, timeout=5)
+    await a.connect(address, timeout=5)
+    assert await a.request(b.peer_id, ECHO, b"x", max_bytes=10, timeout=5) == b"x"
+
+
 async def test_a_vanished_peer_is_given_up(libp2p, monkeypatch, wait_until):
     """No FIN, no RST: it only stops answering, as a machine without power does."""
     monkeypatch.setattr(libp2p_host, "PING_INTERVAL", 0.2)
