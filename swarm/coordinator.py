@@ -357,9 +357,11 @@ class Coordinator:
         refused = self._refusal(peer, request)
         if not refused and self.reports.waiting_bytes + len(data) > MAX_WAITING:
             raise Busy(BUSY_SECONDS)
-        if not refused and not self.reports.add(peer, request, data):
-            refused = "this round's answers were handed in before"
-        return msgspec.msgpack.encode(ReportResponse(not refused, refused))
+        if refused:
+            return msgspec.msgpack.encode(ReportResponse(False, refused))
+        # one whose answer was lost on the way is asked again
+        said = "" if self.reports.add(peer, request, data) else "handed in before; the first ones count"
+        return msgspec.msgpack.encode(ReportResponse(True, said))
 
     def _refusal(self, peer: str, request: ReportRequest) -> str:
         """Why a report is not taken; empty: it is."""
