@@ -99,11 +99,13 @@ class RoundLog:
     def find(self, digest: bytes) -> Kept | None:
         return self._one("digest = ?", digest)
 
-    def rival(self, record: Round) -> Kept | None:
-        """A record that its coordinator cannot have signed besides this one: of the same place in the log, or after
-        the same record."""
+    def rival(self, record: Round, coordinator: str) -> Kept | None:
+        """A record that `coordinator` cannot have signed besides this one: of the same place in the log, or after the
+        same record, in whatever term of its own."""
         place = "term = ? AND number = ? AND state = ? AND revision = ?"
-        return self._one(f"{place} OR (term = ? AND previous = ?)", *record.position, record.term, record.previous)
+        return self._one(
+            f"{place} OR (previous = ? AND coordinator = ?)", *record.position, record.previous, coordinator
+        )
 
     def naming(self, digest: bytes) -> list[Kept]:
         """Records that name this one as the one before: at most one of a term."""

@@ -152,7 +152,7 @@ class Following:
         coordinator = opened.producer
         if coordinator in self.faults or self.log.find(opened.digest) is not None:
             return False
-        rival = self.log.rival(record)
+        rival = self.log.rival(record, coordinator)
         if rival is not None:
             if rival.record != record:
                 detail = f"signed two records for {record.state.name} of round {record.number}, term {record.term}"

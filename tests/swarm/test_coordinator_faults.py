@@ -7,10 +7,10 @@ import msgspec
 import pytest
 
 from protocol.messages import ROUNDS_PROTOCOL, RoundsRequest, RoundsResponse, rounds_topic
-from protocol.rounds import Round, State, commitment_of, seal_round
+from protocol.rounds import Round, State, commitment_of, seal_round, take_over
 from swarm.rounds import Following
 from swarm.transport import RequestFailed
-from tests.swarm.coordinated import Bare, Hall, is_at
+from tests.swarm.coordinated import PACE, Bare, Hall, is_at
 from tests.swarm.world import until, who
 
 
@@ -122,6 +122,20 @@ async def test_two_records_after_the_same_one_are_two_versions_too(hall: Hall) -
     assert record is not None
     # another revision, after the record that the known one follows
     assert not anna.following.hear(forged(record, revision=record.revision + 7, members=b"x" * 32), "x")
+    assert anna.following.faults[lead.id].reason == "equivocation"
+
+
+async def test_a_term_that_a_coordinator_gives_itself_is_no_way_to_a_second_version(hall: Hall) -> None:
+    lead = await hall.leader()
+    (anna,) = await hall.swarm(lead, "anna")
+    await until(lambda: is_at([anna], 1, State.open))
+    await hall.kill(lead)
+    record = anna.following.round
+    assert record is not None
+    before = anna.following.log.find(record.previous)
+    assert before is not None
+    again = take_over(before.record, before.digest, record.term + 2, hall.clock(), PACE, lambda number: b"s" * 32)
+    anna.following.hear(seal_round(who("lead"), again, hall.clock()), "x")
     assert anna.following.faults[lead.id].reason == "equivocation"
 
 

@@ -93,8 +93,8 @@ def test_old_records_that_are_told_again_push_no_new_ones_out(tmp_path: Path, mo
     newest = log.last()
     assert newest is not None
     for revision in range(12):
-        add(log, msgspec.structs.replace(FIRST, revision=revision, previous=b"p" * 32))
-        found = log.rival(msgspec.structs.replace(FIRST, revision=revision))
+        add(log, msgspec.structs.replace(FIRST, revision=revision, previous=bytes([9, revision]) * 16))
+        found = log.rival(msgspec.structs.replace(FIRST, revision=revision, previous=b"q" * 32), LEAD.peer_id)
         assert found is not None, "what came last is there for a while: it may be half of a proof"
     assert log.last() == newest
     assert len(log.after(b"", 100)) == 5 + 3
