@@ -143,10 +143,11 @@ def outer_step(
 ) -> tuple[Outer, OuterStats]:
     """One outer step; `outer` stays as it was.
 
-    `contributions`: weights of all nodes of a round, the own ones at `own`, in the same order on all of them: so nodes
-    with the same anchor get the same sum, to the bit. One that is further from the anchor than `max_norm` times the own
-    one is scaled down to that; one that is not finite is left out. Raises NoOuterStep, also where fewer than `least`
-    are left, and OSError.
+    `contributions`: weights of all nodes of a round, the own ones at `own`, in the same order on all of them. One that
+    is further from the anchor than `max_norm` times the own one is scaled down to that; one that is not finite is left
+    out. Nodes with the same anchor get the same sum, to the bit, unless one was scaled down: each node's limit is its
+    own, since of two nodes neither may set that of the other, and the next round draws them together. Raises
+    NoOuterStep, also where fewer than `least` are left, and OSError.
     """
     norms, cosines = _measure(outer.anchor, contributions, own)
     limit = max_norm * norms[own]
