@@ -20,9 +20,10 @@ def coordination(
     said: str = "",
     listed: bool = True,
     heard: Mapping[str, float] | None = None,
+    most: int | None = MAX_STANDINGS,
 ) -> dict[str, Any]:
     """JSON values. `said`: what the coordinator answered when it did not let this node in. `heard`: when each one was
-    heard of, where that is more than `following` knows.
+    heard of, where that is more than `following` knows. `most`: standings of the board; None: all.
     """
     record, board, manifest = following.round, following.board, following.manifest
     members = following.members.members if following.members else ()
@@ -55,9 +56,10 @@ def coordination(
         "board": board
         and {
             "number": board.number,
+            "of": len(board.standings),
             "standings": [
                 {"peer": one.peer, "mean": one.mean, "best": one.best, "credit": one.credit, "scores": list(one.scores)}
-                for one in board.standings[:MAX_STANDINGS]
+                for one in board.standings[:most]
             ],
         },
     }

@@ -74,6 +74,13 @@ class Membership:
             )  # fmt: skip
         return token
 
+    def allow(self, peers: Iterable[str]) -> None:
+        """Have these peers as members, without an invite of theirs."""
+        now = self._clock()
+        with self._db.transaction():
+            for peer in peers:
+                self._db.execute("INSERT OR IGNORE INTO coordinator_members VALUES (?,'member',?,NULL)", peer, now)
+
     def enter(self, peer: str, token: bytes, idle: Callable[[], Iterable[str]] = tuple) -> str:
         """Let a peer in; its role. A member stays what it is, and no use of the token is taken. Raises NotAdmitted.
 

@@ -233,6 +233,7 @@ SCHEMAS: dict[str, Schema] = {
         board=maybe(
             obj(
                 number=INTEGER,
+                of=INTEGER,
                 standings=array(
                     obj(
                         peer=TEXT,

@@ -61,8 +61,18 @@ def coordinator() -> None:
 @click.option(
     "--standby", "standbys", type=PeerId(), multiple=True, metavar="PEER_ID", help="takes over when this one is silent"
 )
+@click.option(
+    "--allow",
+    "allowed",
+    type=PeerId(),
+    multiple=True,
+    metavar="PEER_ID",
+    help="a member from the beginning: gets in by `shoal swarm invite`, without an invite of its own",
+)
 @with_session
-def init(session: Session, name: str, file: Path | None, public: bool, standbys: tuple[str, ...]) -> None:
+def init(
+    session: Session, name: str, file: Path | None, public: bool, standbys: tuple[str, ...], allowed: tuple[str, ...]
+) -> None:
     """Begin a swarm that this home coordinates: identity where there is none, manifest, key."""
     from node.cli.output import emit, tell
     from node.coordinator.at_rest import begin
@@ -71,7 +81,7 @@ def init(session: Session, name: str, file: Path | None, public: bool, standbys:
     home.init()
     peer_id = session.unlocked().identity().peer_id
     with home.lock():
-        manifest = begin(home, peer_id, name, file, public=public, standbys=standbys)
+        manifest = begin(home, peer_id, name, file, public=public, standbys=standbys, allowed=allowed)
     if session.as_json:
         emit({"name": name, "digest": manifest.digest.hex(), "peer_id": peer_id, "coordinators": manifest.coordinators})
         return
@@ -262,7 +272,7 @@ def shown_part(home: "Home", manifest: "Manifest") -> dict[str, Any]:
     from node.coordinator.at_rest import following
     from node.view_coordinator import coordination
 
-    return coordination(following(home, manifest))
+    return coordination(following(home, manifest), most=None)
 
 
 def require_lead(session: Session, home: "Home", manifest: "Manifest") -> None:

@@ -2,6 +2,7 @@
 
 import secrets
 import time
+from contextlib import closing
 from pathlib import Path
 
 from node.home import Home
@@ -14,15 +15,28 @@ from swarm.rounds import Following
 
 
 def begin(
-    home: Home, peer_id: str, name: str, file: Path | None = None, *, public: bool, standbys: tuple[str, ...] = ()
+    home: Home,
+    peer_id: str,
+    name: str,
+    file: Path | None = None,
+    *,
+    public: bool,
+    standbys: tuple[str, ...] = (),
+    allowed: tuple[str, ...] = (),
 ) -> Manifest:
-    """Found a swarm of this name in the home, coordinated by `peer_id`. The caller holds the home's lock."""
+    """Found a swarm of this name in the home, coordinated by `peer_id`. The caller holds the home's lock.
+
+    `allowed`: members without an invite.
+    """
     named = Coordination((peer_id, *standbys), listed_only=not public)
     now = time.time()
     manifest = embedded_manifest(name, now, named) if file is None else read_manifest(file, name, now, named)
     home.found(manifest, None if public else secrets.token_bytes(32))
     if public:
         home.list_publicly(True)
+    if allowed:
+        with closing(members_of(home, manifest)) as members:
+            members.allow(allowed)
     return manifest
 
 

@@ -300,7 +300,7 @@ class FixtureView:
                        for peer in peers[1:2]],
             "round": {"number": 12, "state": "open", "term": 1, "opened": self.now(), "closes": self.now() + 300,
                       "answers_by": None, "mix": {self._text(name): 1 / len(TASKS) for name in TASKS}},
-            "board": {"number": 11, "standings": [
+            "board": {"number": 11, "of": len(peers), "standings": [
                 {"peer": peer, "mean": 0.9 - i / 20 if i % 4 else None, "best": 0.95 - i / 20, "credit": i / 50,
                  "scores": [0.5] * len(TASKS) if i % 4 else []}
                 for i, peer in enumerate(peers)]},

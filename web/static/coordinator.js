@@ -31,7 +31,7 @@ function standings(board, environments) {
   );
   return [
     element("h3", { class: "apart" }, `Board of round ${number(board.number)}`),
-    element("p", { class: "quiet small" }, "Scores are the coordinator's own, of tasks that were told after the round. Credit is what others gained while they learned from a member's groups."),
+    element("p", { class: "quiet small" }, "Scores are the coordinator's own, of tasks that were told after the round. Credit is what others gained while they learned from a member's groups." + (board.of > board.standings.length ? ` The first ${number(board.standings.length)} of ${number(board.of)} members; shoal coordinator board prints all.` : "")),
     element("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Board" }, element("table", { class: "rows" }, element("thead", {}, element("tr", {}, ...head)), element("tbody", {}, ...board.standings.map(row)))),
   ];
 }

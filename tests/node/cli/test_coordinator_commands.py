@@ -56,6 +56,13 @@ def test_a_public_swarm_has_no_key(tmp_path: Path, run: Callable[..., Result]) -
     assert home.swarm().psk is None
 
 
+def test_who_is_allowed_is_a_member_from_the_beginning(tmp_path: Path, run: Callable[..., Result]) -> None:
+    done = run("--home", tmp_path / "lead", "coordinator", "init", "lab", "--allow", OTHER, "--json")
+    assert done.exit_code == 0, done.output
+    (listed,) = ask(run, Home(tmp_path / "lead"), "members")["members"]
+    assert (listed["peer"], listed["role"]) == (OTHER, "member")
+
+
 def test_a_standby_that_is_no_peer_id_is_refused(tmp_path: Path, run: Callable[..., Result]) -> None:
     done = run("--home", tmp_path / "x", "coordinator", "init", "lab", "--standby", "nobody")
     assert done.exit_code == 2
@@ -148,6 +155,7 @@ def test_board_and_epoch_show_what_the_home_knows(lead: Home, run: Callable[...,
     assert record.board
     assert ask(run, lead, "board") == {
         "number": 1,
+        "of": 1,
         "standings": [
             {"peer": OTHER, "mean": 0.5, "best": 0.75, "credit": 0.125, "scores": [0.5, None, 1.0, 0.5]},
         ],
