@@ -5,6 +5,7 @@ authentication. It is ended by process id, its children with it.
 """
 
 import asyncio
+import contextlib
 import logging
 import os
 import shutil
@@ -15,6 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+import psutil
+
 from node.engines.vllm_client import Address
 from swarm.backing_off import pause_after
 from swarm.child import inherited, open_log, scratch_directory
@@ -23,6 +26,8 @@ log = logging.getLogger(__name__)
 
 STOP_SECONDS = 2.0
 """Between asking it to end and killing it; a node has 4 s to stop in all."""
+POLL_SECONDS = 0.02
+"""Between two looks at whether its children have ended."""
 LOG_TAIL = 12
 """Lines of the log that an error shows."""
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0
@@ -152,6 +157,9 @@ class VllmServer:
             try:
                 async with asyncio.timeout(STOP_SECONDS):
                     await self._process.wait()
+                    # Python's tracker of shared memory goes last: killed, it would leave that in /dev/shm
+                    while _lives(group):  # noqa: ASYNC110 - nothing tells of the end of another's child
+                        await asyncio.sleep(POLL_SECONDS)
             except TimeoutError:
                 log.warning("vllm (process group %d) did not end in %.0f s; it is killed", group, STOP_SECONDS)
             _signal_group(group, signal.SIGKILL)
@@ -169,6 +177,15 @@ def _signal_group(group: int, number: signal.Signals) -> bool:
     except ProcessLookupError:
         return False
     return True
+
+
+def _lives(group: int) -> bool:
+    """Whether there are more than zombies in it, which stay where process 1 does not reap: as in a bare container."""
+    for pid in psutil.pids():
+        with contextlib.suppress(ProcessLookupError, psutil.NoSuchProcess):
+            if os.getpgid(pid) == group and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+                return True
+    return False
 
 
 def environment(own: Mapping[str, str], scratch: Path, more: Sequence[tuple[str, str]]) -> dict[str, str]:

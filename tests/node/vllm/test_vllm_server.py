@@ -1,6 +1,7 @@
 """The child process: started, watched, started again and ended with all that it started."""
 
 import asyncio
+import dataclasses
 import os
 import signal
 import subprocess
@@ -20,12 +21,24 @@ PROGRAM = '''#!{python}
 import os, subprocess, sys, time
 from aiohttp import web
 
+TRACKER = """
+import signal, sys, time
+from pathlib import Path
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+Path(sys.argv[1]).touch()
+sys.stdin.read()
+time.sleep(0.2)
+Path(sys.argv[1]).unlink()
+"""
 assert sys.argv[1] == "serve" and sys.argv[3] == "--uds", sys.argv
 if "--broken" in sys.argv:
     print("loading")
     print("ValueError: no such architecture")
     sys.exit(3)
 child = subprocess.Popen(["sleep", "600"])
+if tracks := [word for word in sys.argv if word.startswith("--track=")]:
+    # like Python's tracker of shared memory: it passes over SIGTERM, and tidies once nobody holds its pipe any more
+    tracker = subprocess.Popen([sys.executable, "-c", TRACKER, tracks[0].partition("=")[2]], stdin=subprocess.PIPE)
 print("child", child.pid, os.environ.get("SHOAL_PASSPHRASE"), os.environ["VLLM_SERVER_DEV_MODE"], flush=True)
 
 
@@ -89,6 +102,16 @@ async def test_it_answers_on_a_private_socket_and_ends_with_its_children(
     assert not server.alive
     await until(lambda: gone(child))
     assert not server.directory.exists()
+
+
+async def test_the_last_of_its_children_may_tidy(plan: ServerPlan, tmp_path: Path) -> None:
+    shared = tmp_path / "psm_1"
+    server = VllmServer(dataclasses.replace(plan, arguments=(f"--track={shared}",)))
+    await server.start(Path("/models/x"))
+    await healthy(server)
+    await until(shared.exists)
+    await server.close()
+    assert not shared.exists()
 
 
 async def test_it_starts_again_after_a_kill_and_waits_longer_each_time(
