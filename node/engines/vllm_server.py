@@ -6,11 +6,13 @@ authentication. It is ended by process id, its children with it.
 
 import asyncio
 import contextlib
+import getpass
 import logging
 import os
 import shutil
 import signal
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -189,15 +191,27 @@ def _lives(group: int) -> bool:
 
 
 def environment(own: Mapping[str, str], scratch: Path, more: Sequence[tuple[str, str]]) -> dict[str, str]:
-    """Variables of the child: ours without secrets and settings, and what it needs. Its sockets go to `scratch`."""
+    """Variables of the child: ours without secrets and settings, and what it needs.
+
+    What it makes for its own time goes to `scratch`, since it leaves that when it is killed: sockets (64 bytes of 107
+    in /tmp) and the files that its workers meet by. What torch compiled for it stays where torch itself would keep it.
+    """
     needed = {
         "VLLM_SERVER_DEV_MODE": "1",  # weights and pauses; it listens on a private socket only
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
         "HF_HUB_OFFLINE": "1",
-        "VLLM_RPC_BASE_PATH": str(scratch),  # killed, it leaves them
+        "TMPDIR": str(scratch),
     }
-    return {**inherited(own), **needed, **dict(more)}
+    compiled = {"TORCHINDUCTOR_CACHE_DIR": str(Path(tempfile.gettempdir(), f"torchinductor_{_user()}"))}
+    return {**compiled, **inherited(own), **needed, **dict(more)}
+
+
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):  # in a container a user may have a number only
+        return f"uid_{os.getuid()}"
 
 
 def clear(socket: str) -> None:

@@ -6,12 +6,15 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from uuid import uuid4
 
 import psutil
 import pytest
+from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
 from node.engines.vllm_client import VllmClient
 from node.engines.vllm_server import ServerPlan, VllmServer, environment, log_tail
@@ -188,12 +191,25 @@ def test_secrets_stay_here() -> None:
     own = {"PATH": "/bin", "SHOAL_PASSPHRASE": "x", "HF_TOKEN": "y", "CUDA_HOME": "/cuda"}
     own |= {"AWS_SECRET_ACCESS_KEY": "z", "SSH_AUTH_SOCK": "/agent", "TOKENIZERS_PARALLELISM": "false"}
     variables = environment(own, Path("/tmp/scratch"), [("OMP_NUM_THREADS", "2")])
-    assert variables["VLLM_RPC_BASE_PATH"] == "/tmp/scratch"
     assert variables["PATH"] == "/bin"
     assert variables["CUDA_HOME"] == "/cuda"
     assert variables["OMP_NUM_THREADS"] == "2"
     assert not [name for name in variables if name.startswith(("SHOAL", "HF_TOKEN", "AWS", "SSH"))]
     assert variables["TOKENIZERS_PARALLELISM"] == "false"
+
+
+def test_what_it_makes_goes_with_it_and_what_it_compiled_stays(
+    plan: ServerPlan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", "/tmp")
+    scratch = VllmServer(plan).directory
+    variables = environment({"TMPDIR": "/tmp"}, scratch, [])
+    assert variables["TMPDIR"] == str(scratch)
+    assert variables["TORCHINDUCTOR_CACHE_DIR"] == default_cache_dir()
+    assert len(f"{scratch}/{uuid4()}") < 107  # vllm/utils/network_utils.py
+    scratch.rmdir()
+    own = {"TORCHINDUCTOR_CACHE_DIR": "/cache", "TMPDIR": "/tmp"}
+    assert environment(own, scratch, [])["TORCHINDUCTOR_CACHE_DIR"] == "/cache"
 
 
 def test_the_log_is_shown_where_it_tells(tmp_path: Path) -> None:
