@@ -12,17 +12,17 @@ import os
 import re
 import secrets
 import shutil
-import tempfile
 import time
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import IO, Any
 
+from node.aside import making_aside
 from node.checkpoint import CheckpointStore, damage
 from node.home import Home, sync
 from protocol.identity import Identity, IdentityError
@@ -36,9 +36,7 @@ SMALL = (
 )  # fmt: skip
 HISTORY = "node.db"
 CHECKPOINT = re.compile(r"checkpoints/(step-\d{1,12}/[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}|journal-\d{1,12}\.bin)")
-SCRATCH = ".backup-"
-SCRATCH_SECONDS = 86_400.0
-"""No backup takes so long: an older scratch directory is one that was killed."""
+SCRATCH = "backup"
 MAX_SMALL, MAX_INDEX = 1 << 20, 4 << 20
 MAX_MEMBERS = 4096
 MAX_TOTAL = 1 << 40
@@ -86,21 +84,17 @@ def backup(
     if not file.parent.is_dir():
         raise BackupError(f"{file.parent} is no directory ; make it first")
     peer_id = json.loads(home.identity_path.read_bytes())["peer_id"]
-    aside = file.with_name(f".{file.name}.{os.getpid()}.{secrets.token_hex(4)}")
     members: dict[str, tuple[int, str]] = {}
-    _remove_left_over(home, clock())
-    try:
-        with (
-            tempfile.TemporaryDirectory(prefix=SCRATCH, dir=home.path) as scratch,
-            os.fdopen(os.open(aside, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600), "w+b") as written,
-        ):
+    with making_aside(home.path, SCRATCH) as scratch, making_aside(file.parent, file.name) as beside:
+        aside = beside / INDEX
+        with os.fdopen(os.open(aside, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600), "w+b") as written:
             with zipfile.ZipFile(written, "w") as archive:
                 for name in SMALL:
                     if (home.path / name).exists():
                         members[name] = _add(archive, name, home.path / name)
                 if history and home.database.exists():
                     say(f"copying the history ({home.database.stat().st_size >> 20} MB)")
-                    copied = Path(scratch) / HISTORY
+                    copied = scratch / HISTORY
                     copy_database(home.database, copied)
                     members[HISTORY] = _add(archive, HISTORY, copied)
                 if checkpoint:
@@ -110,8 +104,6 @@ def backup(
             written.flush()
             os.fsync(written.fileno())
         aside.replace(file)
-    finally:
-        aside.unlink(missing_ok=True)
     return contents
 
 
@@ -138,14 +130,6 @@ def _add(archive: zipfile.ZipFile, name: str, source: Path) -> tuple[int, str]:
     return size, digest.hexdigest()
 
 
-def _remove_left_over(home: Home, now: float) -> None:
-    """Scratch directories of backups that were killed."""
-    for left in home.path.glob(SCRATCH + "*"):
-        with suppress(OSError):  # another backup removes its own just now
-            if now - left.stat().st_mtime > SCRATCH_SECONDS:
-                shutil.rmtree(left)
-
-
 def _chunks(content: IO[bytes]) -> Iterator[bytes]:
     while chunk := content.read(CHUNK):
         yield chunk
@@ -155,19 +139,19 @@ def _add_checkpoint(archive: zipfile.ZipFile, home: Home, say: Say) -> dict[str,
     """The newest checkpoint and the journal that goes on from it; before the first one, the journal alone."""
     entries = [entry for entry in CheckpointStore(home.checkpoints, 1).entries() if entry.name != "best"]
     step = entries[-1].step if entries else 0
-    with tempfile.TemporaryDirectory(prefix=SCRATCH, dir=home.path) as scratch:
+    with making_aside(home.path, SCRATCH) as scratch:
         files: dict[str, Path] = {}
         if entries:
             say(f"checkpoint of step {step} ({entries[-1].size >> 20} MB)")
             # by hard links: a running node may remove the checkpoint meanwhile, and these stay
             try:
                 for source in sorted(entries[-1].path.iterdir()):
-                    link = Path(scratch) / source.name
+                    link = scratch / source.name
                     os.link(source, link)
                     files[f"checkpoints/step-{step}/{source.name}"] = link
             except FileNotFoundError:
                 raise BackupError(f"the node has just removed {entries[-1].path} ; try again") from None
-            if fault := damage(Path(scratch)):
+            if fault := damage(scratch):
                 raise BackupError(f"{entries[-1].path} is damaged: {fault} ; leave out --with-checkpoint") from None
         journal = home.checkpoints / f"journal-{step}.bin"
         if journal.exists():

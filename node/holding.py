@@ -21,6 +21,7 @@ from node.limits import RESUME, Disk, Hold, Holder, day_of, disk_hold, limit_hol
 from node.loop import Loop
 from node.progress import Progress
 from node.trained import TrainedDays
+from swarm.child import cut_log
 from swarm.experience import ExperienceStore, StoreError
 
 log = logging.getLogger(__name__)
@@ -29,6 +30,8 @@ TICK_SECONDS = 5.0
 MEASURE_SECONDS = 60.0
 FULL_SECONDS = 1.0
 """Between two looks at a disk that holds training: whoever frees it sees it go on."""
+BOUNDED_LOGS = ("node.log", "stacks.log")
+"""Whoever writes them keeps them short. All others are output of processes that only append."""
 LEAST_STORE = 16 << 20
 """Bytes of experience that are kept, however full the disk is."""
 PAUSED = "paused"
@@ -177,6 +180,7 @@ class Holding:
     # -- disk ------------------------------------------------------------------------------------------------
 
     async def _measure(self) -> None:
+        await asyncio.to_thread(cut_logs, self._home / "logs")
         self._disk = await self._look()
         if over_disk(self._limits.disk_mb, self._disk) and await self._make_room(self._disk):
             self._disk = await self._look()
@@ -244,6 +248,16 @@ def _kept_pause(path: Path) -> Hold | None:
     except OSError as error:
         log.error("whether this node was paused cannot be read, so it is not: %s", error)
         return None
+
+
+def cut_logs(directory: Path) -> None:
+    """What processes that may live for weeks write, with nobody else to keep it short."""
+    for path in directory.glob("*.log"):
+        if path.name not in BOUNDED_LOGS:
+            try:
+                cut_log(path)
+            except OSError as error:
+                log.warning("%s cannot be cut, and may grow: %s", path, error)
 
 
 def measure(home: Path, checkpoints: CheckpointStore | None, first_checkpoint: int) -> Disk:

@@ -9,8 +9,6 @@ trained wrongly without a word.
 import hashlib
 import json
 import logging
-import shutil
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,6 +21,7 @@ from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufConfig, PretrainedConfig
 from transformers.utils import logging as transformers_logging
 
+from node.aside import making_aside
 from node.attention import ATTENTION
 from node.checkpoint import failed_write
 from node.home import sync
@@ -216,14 +215,14 @@ def embedded_directory(models: Path) -> Path:
 def make_once(target: Path, fill: Callable[[Path], None]) -> bool:
     """Have a model's directory that `fill` writes; False: another process made one meanwhile, which stays.
 
-    It is written aside, fsynced and renamed: a kill leaves nothing half done. Raises what `fill` does, ModelError.
+    It is written aside, fsynced and renamed: a kill leaves nothing half done, and what it left goes with the next
+    one. Raises what `fill` does, ModelError.
     """
     with writing(target):
         target.parent.mkdir(parents=True, exist_ok=True)
-        aside = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
-        try:
+        with making_aside(target.parent, target.name) as aside:
             fill(aside)
-            # made private by mkdtemp and safetensors; one copy serves every user of a machine or an image
+            # safetensors makes them private; one copy serves every user of a machine or an image
             aside.chmod(0o755)
             for file in aside.iterdir():
                 file.chmod(0o644)
@@ -235,8 +234,6 @@ def make_once(target: Path, fill: Callable[[Path], None]) -> bool:
                 if not target.is_dir():
                     raise
                 return False
-        finally:
-            shutil.rmtree(aside, ignore_errors=True)
     return True
 
 

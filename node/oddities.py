@@ -25,6 +25,11 @@ def oddities(config: Config) -> list[str]:
             f"rollout.temperature = {config.rollout.temperature:g} samples from another distribution than the policy, "
             "whose log-probs are those at temperature 1: train.correction does not correct that"
         )
+    if config.averaging.method != "none" and (config.limits.upload_kbps or config.limits.download_kbps):
+        said.append(
+            "limits.upload_kbps and limits.download_kbps do not hold for averaging, whose rounds send and fetch whole "
+            "weights at the line's speed; raise averaging.every, or set averaging.method = none"
+        )
     if config.federation.publish and config.swarm.foreign_groups == 0:
         said.append(
             "federation.publish gives followers the policy, and swarm.foreign_groups = 0 takes none of their groups; "

@@ -18,7 +18,8 @@ SECRETS = re.compile(
     re.IGNORECASE,
 )
 """Variables whose values are taken for secrets, whoever reads them."""
-LOG_BYTES = 16 << 20
+LOG_BYTES, KEPT_BYTES = 16 << 20, 1 << 20
+"""Of the log of a process: how long it may be, and how much of its end is kept when it is longer."""
 
 
 def scratch_directory(of: Path) -> Path:
@@ -43,7 +44,24 @@ def inherited(own: Mapping[str, str]) -> dict[str, str]:
 
 
 def open_log(path: Path) -> IO[bytes]:
-    """A log to append to, begun anew once it is longer than LOG_BYTES. Raises OSError."""
+    """A log to append to, which others may be writing too; cut first where it is too long. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    fresh = not path.exists() or path.stat().st_size > LOG_BYTES
-    return path.open("wb" if fresh else "ab")
+    if path.exists():
+        cut_log(path)
+    return path.open("ab")
+
+
+def cut_log(path: Path) -> None:
+    """Have a log that is longer than LOG_BYTES begin anew with its last KEPT_BYTES. Raises OSError.
+
+    Its writers go on: all of them append (`open_log`). What they write in this instant may be lost.
+    """
+    with path.open("rb") as log:
+        if log.seek(0, os.SEEK_END) <= LOG_BYTES:
+            return
+        log.seek(-KEPT_BYTES, os.SEEK_END)
+        log.readline()
+        kept = log.read(KEPT_BYTES)
+    os.truncate(path, 0)
+    with path.open("ab") as log:
+        log.write(kept)

@@ -2,11 +2,13 @@
 
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
 
-INSTALL = Path(__file__).parent.parent / ".ci" / "install"
+ROOT = Path(__file__).parent.parent
+INSTALL = ROOT / ".ci" / "install"
 COMPILER = """#!/bin/sh
 read -r line
 case $line in *{missing}*) exit 1 ;; esac
@@ -55,3 +57,8 @@ def test_python_is_named(tmp_path: Path) -> None:
     said = install(tmp_path, {}, PYTHON=str(tmp_path / "python2"))
     assert "needs Python 3.11 or newer" in said
     assert "apt-get install python3 python3-venv" in said
+
+
+def test_it_is_built_by_what_is_locked() -> None:
+    (builder,) = tomllib.loads((ROOT / "pyproject.toml").read_text())["build-system"]["requires"]
+    assert builder in (ROOT / "constraints.txt").read_text().splitlines()  # -c does not reach a build

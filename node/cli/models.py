@@ -37,8 +37,8 @@ def prepare(session: Session) -> None:
 def export(session: Session, directory: str, untied: bool) -> None:
     """Write the node's model (model.path) into DIRECTORY, for a vLLM server to start with."""
     from pathlib import Path
-    from tempfile import TemporaryDirectory
 
+    from node.aside import making_aside
     from node.cli.output import emit, working
     from node.home import models_dir
 
@@ -55,9 +55,9 @@ def export(session: Session, directory: str, untied: bool) -> None:
         with writing(target):
             target.mkdir(parents=True, exist_ok=True)
             # what else is in the target is none of ours
-            with TemporaryDirectory(prefix=".export-", dir=target) as aside:
-                export_weights(bundle, Path(aside), untied=untied)
-                for file in Path(aside).iterdir():
+            with making_aside(target, "export") as aside:
+                export_weights(bundle, aside, untied=untied)
+                for file in aside.iterdir():
                     file.chmod(0o644)  # the server may run as another user
                     file.replace(target / file.name)
     if session.as_json:

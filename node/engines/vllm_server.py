@@ -5,15 +5,20 @@ authentication. It is ended by process id, its children with it.
 """
 
 import asyncio
+import contextlib
+import getpass
 import logging
 import os
 import shutil
 import signal
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
+
+import psutil
 
 from node.engines.vllm_client import Address
 from swarm.backing_off import pause_after
@@ -23,6 +28,8 @@ log = logging.getLogger(__name__)
 
 STOP_SECONDS = 2.0
 """Between asking it to end and killing it; a node has 4 s to stop in all."""
+POLL_SECONDS = 0.02
+"""Between two looks at whether its children have ended."""
 LOG_TAIL = 12
 """Lines of the log that an error shows."""
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0
@@ -152,6 +159,9 @@ class VllmServer:
             try:
                 async with asyncio.timeout(STOP_SECONDS):
                     await self._process.wait()
+                    # Python's tracker of shared memory goes last: killed, it would leave that in /dev/shm
+                    while _lives(group):  # noqa: ASYNC110 - nothing tells of the end of another's child
+                        await asyncio.sleep(POLL_SECONDS)
             except TimeoutError:
                 log.warning("vllm (process group %d) did not end in %.0f s; it is killed", group, STOP_SECONDS)
             _signal_group(group, signal.SIGKILL)
@@ -171,16 +181,37 @@ def _signal_group(group: int, number: signal.Signals) -> bool:
     return True
 
 
+def _lives(group: int) -> bool:
+    """Whether there are more than zombies in it, which stay where process 1 does not reap: as in a bare container."""
+    for pid in psutil.pids():
+        with contextlib.suppress(ProcessLookupError, psutil.NoSuchProcess):
+            if os.getpgid(pid) == group and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+                return True
+    return False
+
+
 def environment(own: Mapping[str, str], scratch: Path, more: Sequence[tuple[str, str]]) -> dict[str, str]:
-    """Variables of the child: ours without secrets and settings, and what it needs. Its sockets go to `scratch`."""
+    """Variables of the child: ours without secrets and settings, and what it needs.
+
+    What it makes for its own time goes to `scratch`, since it leaves that when it is killed: sockets (64 bytes of 107
+    in /tmp) and the files that its workers meet by. What torch compiled for it stays where torch itself would keep it.
+    """
     needed = {
         "VLLM_SERVER_DEV_MODE": "1",  # weights and pauses; it listens on a private socket only
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
         "HF_HUB_OFFLINE": "1",
-        "VLLM_RPC_BASE_PATH": str(scratch),  # killed, it leaves them
+        "TMPDIR": str(scratch),
     }
-    return {**inherited(own), **needed, **dict(more)}
+    compiled = {"TORCHINDUCTOR_CACHE_DIR": str(Path(tempfile.gettempdir(), f"torchinductor_{_user()}"))}
+    return {**compiled, **inherited(own), **needed, **dict(more)}
+
+
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):  # in a container a user may have a number only
+        return f"uid_{os.getuid()}"
 
 
 def clear(socket: str) -> None:

@@ -15,6 +15,7 @@ import pytest
 from click.testing import Result
 
 from node import backup as backups
+from node.aside import LOCK, making_aside
 from node.backup import BackupError, Contents, backup, restore
 from node.checkpoint import CheckpointStore
 from node.history import History
@@ -125,14 +126,14 @@ def test_a_checkpoint_that_is_damaged_is_not_backed_up(full: Home, tmp_path: Pat
 
 
 def test_what_a_killed_backup_left_is_removed(full: Home, tmp_path: Path) -> None:
-    old, new = full.path / ".backup-old", full.path / ".backup-new"
-    for left, age in ((old, 2 * 86_400), (new, 60)):
-        left.mkdir()
-        (left / "model.safetensors").write_bytes(b"old")
-        os.utime(left, (Clock()() - age,) * 2)
-    write(full, tmp_path / "b")
-    assert not old.exists()
-    assert new.exists(), "another backup may be at work there"
+    for directory, name in ((full.path, ".backup-killed"), (tmp_path, ".b-killed")):
+        (directory / name).mkdir()
+        (directory / name / LOCK).touch()
+        (directory / name / "half").write_bytes(b"weights")
+    with making_aside(full.path, "backup") as other:  # of another backup that is at work
+        write(full, tmp_path / "b", checkpoint=True)
+        assert [path.name for path in full.path.glob(".backup-*")] == [other.parent.name]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["b", "home"]
 
 
 def test_nothing_is_written_over(full: Home, elsewhere: Home, tmp_path: Path) -> None:

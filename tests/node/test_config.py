@@ -150,6 +150,15 @@ def test_a_temperature_that_nothing_corrects_is_told() -> None:
     assert "rollout.temperature = 0.7 samples from another distribution" in said
 
 
+@pytest.mark.parametrize("limit", ["upload_kbps", "download_kbps"])
+def test_a_limit_that_averaging_does_not_keep_is_told(limit: str) -> None:
+    averaging, limits = {"method": "diloco"}, {limit: 1000}
+    (said,) = oddities(Config.model_validate({"averaging": averaging, "limits": limits}))
+    assert "limits.download_kbps do not hold for averaging" in said
+    assert oddities(Config.model_validate({"averaging": averaging})) == []
+    assert oddities(Config.model_validate({"limits": limits})) == []
+
+
 def test_a_leader_that_takes_no_groups_is_told() -> None:
     settings = {"federation": {"publish": True}, "swarm": {"foreign_groups": 0}}
     (said,) = oddities(Config.model_validate(settings))

@@ -20,6 +20,7 @@ from node.holding import Holding, measure
 from node.progress import Progress
 from node.trained import TrainedDays
 from protocol.rollout import TaskRef
+from swarm.child import LOG_BYTES
 from swarm.experience import ADMITTED, ExperienceStore, GroupRecord
 from tests.node.test_limits import at
 
@@ -282,6 +283,20 @@ def fill(store: ExperienceStore, *, groups: int, size: int) -> None:
             expires_at=NIGHT + 1e6,
         )
         store.add(record, number.to_bytes(2, "big") * (size // 2))
+
+
+async def test_logs_of_processes_are_kept_short(node: Node, run_once: Callable[[Holding], Any]) -> None:
+    logs = node.path / "logs"
+    logs.mkdir()
+    for name in ("vllm-1.log", "console.log", "node.log"):
+        (logs / name).write_bytes(b"a line\n" * (LOG_BYTES // 7 + 1))
+    (logs / "gone.log").symlink_to(logs / "nowhere")
+    await run_once(node.start(LimitsConfig()))
+    assert [path.name for path in logs.iterdir() if path.exists() and path.stat().st_size > LOG_BYTES] == ["node.log"]
+    node.now += 61
+    (logs / "vllm-1.log").write_bytes(bytes(LOG_BYTES + 1))
+    await run_once(node.holding)
+    assert (logs / "vllm-1.log").stat().st_size <= LOG_BYTES
 
 
 async def test_a_disk_without_room_for_a_checkpoint_holds(

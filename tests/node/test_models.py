@@ -12,6 +12,7 @@ from safetensors import SafetensorError
 from tokenizers import AddedToken
 
 from node import models
+from node.aside import LOCK
 from node.config_train import TrainConfig
 from node.device import Device
 from node.engines.agreement import check_agreement
@@ -210,6 +211,15 @@ def test_a_model_that_cannot_be_written_is_told_with_what_to_do(failure: Excepti
     with pytest.raises(ModelError, match=r"model cannot be written into .*model \(.*full.*\) ; free some disk"):
         make_once(tmp_path / "model", full)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_what_a_killed_conversion_left_goes_with_the_next(tmp_path: Path) -> None:
+    left = tmp_path / ".model-killed"
+    left.mkdir()
+    (left / LOCK).touch()
+    assert make_once(tmp_path / "model", lambda aside: (aside / "config.json").touch())
+    assert [path.name for path in tmp_path.rglob("*")] == ["model", "config.json"]
+    assert (tmp_path / "model").stat().st_mode & 0o777 == 0o755
 
 
 def test_a_conversion_that_fails_leaves_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -1,11 +1,11 @@
-"""Which of a node's variables the processes that it starts get, and where they keep what may go with them."""
+"""What of a node's variables the processes it starts get, where they keep what may go with them, and their logs."""
 
 import tempfile
 from pathlib import Path
 
 import pytest
 
-from swarm.child import SECRETS, inherited, scratch_directory
+from swarm.child import KEPT_BYTES, LOG_BYTES, SECRETS, cut_log, inherited, open_log, scratch_directory
 
 KEPT = (
     "HF_TOKEN", "hf_token", "GITHUBTOKEN", "NPM_TOKEN_2", "npm_config__authToken", "TOKEN_KEY", "API_KEY", "KEY",
@@ -50,3 +50,30 @@ def test_a_directory_of_another_is_not_used(tmp_path: Path, monkeypatch: pytest.
     (elsewhere / "theirs").write_text("")
     assert scratch_directory(tmp_path / "log") not in (taken, elsewhere)
     assert (elsewhere / "theirs").exists()
+
+
+def test_processes_that_share_a_log_do_not_write_over_each_other(tmp_path: Path) -> None:
+    path = tmp_path / "logs" / "trainer.log"
+    with open_log(path) as first, open_log(path) as second:
+        for log, text in ((first, b"1 loads\n"), (second, b"2 loads\n"), (first, b"1 fails\n")):
+            log.write(text)
+            log.flush()
+    assert path.read_bytes() == b"1 loads\n2 loads\n1 fails\n"
+
+
+def test_a_long_log_is_cut_to_its_end_while_it_is_written(tmp_path: Path) -> None:
+    path = tmp_path / "vllm.log"
+    with open_log(path) as log:
+        log.write(b"a line\n" * (LOG_BYTES // 7))
+        log.flush()
+        before = path.stat().st_size
+        cut_log(path)
+        assert path.stat().st_size == before  # not over the bound
+        log.write(b"the last\n")
+        log.flush()
+        cut_log(path)
+        log.write(b"goes on\n")
+    lines = path.read_bytes().splitlines()
+    assert lines[-2:] == [b"the last", b"goes on"]
+    assert set(lines[:-2]) == {b"a line"}
+    assert KEPT_BYTES - 10 < path.stat().st_size < KEPT_BYTES + 10

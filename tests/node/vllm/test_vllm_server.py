@@ -1,16 +1,20 @@
 """The child process: started, watched, started again and ended with all that it started."""
 
 import asyncio
+import dataclasses
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from uuid import uuid4
 
 import psutil
 import pytest
+from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
 from node.engines.vllm_client import VllmClient
 from node.engines.vllm_server import ServerPlan, VllmServer, environment, log_tail
@@ -20,12 +24,24 @@ PROGRAM = '''#!{python}
 import os, subprocess, sys, time
 from aiohttp import web
 
+TRACKER = """
+import signal, sys, time
+from pathlib import Path
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+Path(sys.argv[1]).touch()
+sys.stdin.read()
+time.sleep(0.2)
+Path(sys.argv[1]).unlink()
+"""
 assert sys.argv[1] == "serve" and sys.argv[3] == "--uds", sys.argv
 if "--broken" in sys.argv:
     print("loading")
     print("ValueError: no such architecture")
     sys.exit(3)
 child = subprocess.Popen(["sleep", "600"])
+if tracks := [word for word in sys.argv if word.startswith("--track=")]:
+    # like Python's tracker of shared memory: it passes over SIGTERM, and tidies once nobody holds its pipe any more
+    tracker = subprocess.Popen([sys.executable, "-c", TRACKER, tracks[0].partition("=")[2]], stdin=subprocess.PIPE)
 print("child", child.pid, os.environ.get("SHOAL_PASSPHRASE"), os.environ["VLLM_SERVER_DEV_MODE"], flush=True)
 
 
@@ -89,6 +105,16 @@ async def test_it_answers_on_a_private_socket_and_ends_with_its_children(
     assert not server.alive
     await until(lambda: gone(child))
     assert not server.directory.exists()
+
+
+async def test_the_last_of_its_children_may_tidy(plan: ServerPlan, tmp_path: Path) -> None:
+    shared = tmp_path / "psm_1"
+    server = VllmServer(dataclasses.replace(plan, arguments=(f"--track={shared}",)))
+    await server.start(Path("/models/x"))
+    await healthy(server)
+    await until(shared.exists)
+    await server.close()
+    assert not shared.exists()
 
 
 async def test_it_starts_again_after_a_kill_and_waits_longer_each_time(
@@ -165,12 +191,25 @@ def test_secrets_stay_here() -> None:
     own = {"PATH": "/bin", "SHOAL_PASSPHRASE": "x", "HF_TOKEN": "y", "CUDA_HOME": "/cuda"}
     own |= {"AWS_SECRET_ACCESS_KEY": "z", "SSH_AUTH_SOCK": "/agent", "TOKENIZERS_PARALLELISM": "false"}
     variables = environment(own, Path("/tmp/scratch"), [("OMP_NUM_THREADS", "2")])
-    assert variables["VLLM_RPC_BASE_PATH"] == "/tmp/scratch"
     assert variables["PATH"] == "/bin"
     assert variables["CUDA_HOME"] == "/cuda"
     assert variables["OMP_NUM_THREADS"] == "2"
     assert not [name for name in variables if name.startswith(("SHOAL", "HF_TOKEN", "AWS", "SSH"))]
     assert variables["TOKENIZERS_PARALLELISM"] == "false"
+
+
+def test_what_it_makes_goes_with_it_and_what_it_compiled_stays(
+    plan: ServerPlan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", "/tmp")
+    scratch = VllmServer(plan).directory
+    variables = environment({"TMPDIR": "/tmp"}, scratch, [])
+    assert variables["TMPDIR"] == str(scratch)
+    assert variables["TORCHINDUCTOR_CACHE_DIR"] == default_cache_dir()
+    assert len(f"{scratch}/{uuid4()}") < 107  # vllm/utils/network_utils.py
+    scratch.rmdir()
+    own = {"TORCHINDUCTOR_CACHE_DIR": "/cache", "TMPDIR": "/tmp"}
+    assert environment(own, scratch, [])["TORCHINDUCTOR_CACHE_DIR"] == "/cache"
 
 
 def test_the_log_is_shown_where_it_tells(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from click.testing import CliRunner
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
+from node.aside import LOCK
 from node.cli.app import shoal
 from node.engines.choose import export_weights
 from node.engines.vllm_weights import WeightFiles, WeightFilesError
@@ -104,6 +105,8 @@ def test_a_model_for_a_server_elsewhere(bundle: ModelBundle, tmp_path: Path, no_
     target = tmp_path / "model"
     (target / "of others").mkdir(parents=True, mode=0o700)
     (target / "secret").touch(mode=0o600)
+    (target / ".export-killed").mkdir()
+    (target / ".export-killed" / LOCK).touch()
     words = ["--home", str(tmp_path / "none"), "--set", f"model.path={bundle.directory}"]
     done = CliRunner().invoke(shoal, [*words, "model", "export", str(target), "--untied", "--json"])
     assert done.exit_code == 0, done.output
