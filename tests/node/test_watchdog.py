@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -69,3 +70,28 @@ async def test_stacks_are_bounded(clock: Clock, tmp_path: Path) -> None:
     text = await asyncio.to_thread(stacks.read_text)
     assert text.startswith("stage 'update' has taken 95 s")
     assert "watchdog.py" in text  # the stacks, after it
+
+
+async def test_a_loop_that_does_not_turn_ends_the_process(tmp_path: Path) -> None:
+    stacks, ended = tmp_path / "stacks.log", list[int]()
+    watcher = asyncio.create_task(watch(Progress(time.time, 0.2), stacks, every=0.01, end=ended.append))
+    await asyncio.sleep(0.5)  # it turns
+    assert not ended
+    time.sleep(0.5)  # noqa: ASYNC251 - this is what is to be noticed
+    assert ended == [1]
+    watcher.cancel()
+    text = await asyncio.to_thread(stacks.read_text)
+    assert "the event loop has not turned for 0 s; the process ends\n" in text
+    assert "test_watchdog.py" in text
+
+
+async def test_nobody_watches_once_the_watch_is_over(tmp_path: Path) -> None:
+    ended = list[int]()
+    watcher = asyncio.create_task(
+        watch(Progress(time.time, 0.1), tmp_path / "stacks.log", every=0.01, end=ended.append)
+    )
+    await asyncio.sleep(0.05)
+    watcher.cancel()
+    await asyncio.sleep(0.3)
+    assert not ended
+    assert "pulse" not in {thread.name for thread in threading.enumerate()}
