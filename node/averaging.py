@@ -16,8 +16,9 @@ import torch
 
 from node.checkpoint import CheckpointError
 from node.config import Config
+from node.disk import AVERAGING
 from node.history import History
-from node.home import AVERAGING, Home
+from node.home import Home
 from node.limits import NoRoom
 from node.models import ModelError
 from node.training import outer

@@ -24,7 +24,8 @@ from typing import IO, Any
 
 from node.aside import making_aside
 from node.checkpoint import CheckpointStore, damage
-from node.home import Home, sync
+from node.disk import sync
+from node.home import Home
 from protocol.identity import Identity, IdentityError
 from swarm.database import copy_database
 

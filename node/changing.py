@@ -11,7 +11,8 @@ from typing import Any
 from pydantic import ValidationError
 
 from node.config import Config, applies
-from node.home import Home, write_atomic
+from node.disk import write_atomic
+from node.home import Home
 from node.settings import FIELDS, ConfigError, Overridden, Settings, check_keys, edited, load, shown, value_of
 
 WHERE = "the request"

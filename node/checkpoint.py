@@ -10,7 +10,6 @@ the same step.
     checkpoints/best/               weights for inference with the best held-out score, with best.json
 """
 
-import errno
 import json
 import re
 import shutil
@@ -21,10 +20,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
-
 from node import journal
-from node.home import sync
+from node.disk import advice, failed_write, sync
 from node.journal import JournalRecord
 
 FILES, STATE, BEST = "files.json", "state.json", "best.json"
@@ -337,21 +334,6 @@ class CheckpointStore:
 
     def _journals(self) -> list[int]:
         return _numbers(self.directory, r"journal-(\d+)\.bin")
-
-
-def failed_write(error: Exception) -> bool:
-    """Whether it is what a full or failing disk has a model's files end in."""
-    # the tokenizers library has no type for a failed write: a plain Exception ending in (os error 28)
-    return isinstance(error, OSError | SafetensorError) or "(os error " in str(error)
-
-
-def advice(error: Exception, directory: Path) -> str:
-    """What to do about a write that failed."""
-    told = re.search(r"os error (\d+)", str(error))
-    number = error.errno if isinstance(error, OSError) and error.errno else int(told[1]) if told else None
-    if number in (errno.EACCES, errno.EPERM, errno.EROFS):
-        return f"let this user write to {directory}"
-    return "free some disk" if number in (errno.ENOSPC, errno.EDQUOT, None) else "see to that disk"
 
 
 def damage(checkpoint: Path) -> str | None:

@@ -15,8 +15,8 @@ from pathlib import Path
 
 from node.checkpoint import CheckpointError, CheckpointStore
 from node.config import LimitsConfig
+from node.disk import home_size, write_atomic
 from node.history import History
-from node.home import home_size, write_atomic
 from node.limits import RESUME, Disk, Hold, Holder, day_of, disk_hold, limit_hold, no_room, over_disk
 from node.loop import Loop
 from node.progress import Progress

@@ -18,6 +18,7 @@ from pathlib import Path
 import platformdirs
 import psutil
 
+from node.disk import write_atomic
 from node.supervised import how_to_end, supervisor
 from protocol.identity import Identity, IdentityError
 from protocol.invite import Invite, InviteError
@@ -35,10 +36,6 @@ COMMANDS = (
 )  # fmt: skip
 NAMED_COMMAND = re.compile(rf"(?<![\w./@-])shoal (?=(?:{'|'.join(COMMANDS)})\b)")
 """A command as messages name it."""
-PASSING = (".aside-", ".backup-")
-"""What directories and files begin with that go again: checkpoints and weights that are written aside, backups."""
-AVERAGING = "averaging"
-"""Directory of the home with the weights of a round, which asks for its room itself."""
 
 
 class HomeError(Exception):
@@ -87,32 +84,6 @@ def models_dir() -> Path:
     """Where converted models are kept once for all homes of this user: SHOAL_CACHE or the platform's cache."""
     given = os.environ.get("SHOAL_CACHE")
     return (Path(given) if given else platformdirs.user_cache_path("shoal", appauthor=False)) / "models"
-
-
-def write_atomic(path: Path, content: bytes, mode: int = 0o644) -> None:
-    """Replace `path` by `content` whole or not at all, on disk when this returns. Raises OSError."""
-    aside = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
-    try:
-        # created with its final mode: a secret is never readable by others, not even for a moment
-        with os.fdopen(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
-            os.fchmod(file.fileno(), mode)
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        aside.replace(path)
-    except OSError:
-        aside.unlink(missing_ok=True)
-        raise
-    sync(path.parent)
-
-
-def sync(path: Path) -> None:
-    """Have what was written to a file, or renamed in a directory, on disk when this returns. Raises OSError."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 class Home:
@@ -381,20 +352,3 @@ def _kept_port(path: Path) -> int | None:
     if not 0 < port < 1 << 16:
         raise HomeError(f"{path} is damaged: there is no port {port} ; delete it")
     return port
-
-
-def home_size(home: Path) -> int:
-    """Bytes of all files in a home, without what is there in passing."""
-    total = 0
-    for directory, names, files in os.walk(home):
-        names[:] = [
-            name for name in names if not name.startswith(PASSING) and Path(directory) / name != home / AVERAGING
-        ]
-        for name in files:
-            if name.startswith(PASSING):
-                continue
-            try:
-                total += (Path(directory) / name).lstat().st_size
-            except OSError:  # gone since it was listed
-                continue
-    return total

@@ -23,8 +23,7 @@ from transformers.utils import logging as transformers_logging
 
 from node.aside import making_aside
 from node.attention import ATTENTION
-from node.checkpoint import failed_write
-from node.home import sync
+from node.disk import failed_write, sync
 from node.interfaces import FinishReason, Message
 from node.lean import make_lean
 from node.routing import Routing, find_routers

@@ -17,7 +17,7 @@ from pydantic import ValidationError
 
 from node.checkpoint import CheckpointError
 from node.config_train import TrainConfig
-from node.home import write_atomic
+from node.disk import write_atomic
 from node.interfaces import StepSkipped
 from node.journal import JournalRecord
 

@@ -28,7 +28,8 @@ from tomlkit.exceptions import ParseError
 
 from node.config import Config, applies
 from node.config_types import Section
-from node.home import Home, write_atomic
+from node.disk import write_atomic
+from node.home import Home
 from node.redaction import by_form
 
 PREFIX = "SHOAL_"

@@ -20,7 +20,7 @@ def report(session: Session, run: Path | None, output: Path) -> None:
     its database is only read. The page loads nothing from elsewhere.
     """
     from node.cli.output import emit, working
-    from node.home import write_atomic
+    from node.disk import write_atomic
     from node.report import ReportError, read_run
     from node.report_page import page
 

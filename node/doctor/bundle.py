@@ -14,9 +14,10 @@ from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
+from node.disk import write_atomic
 from node.doctor.finding import Finding, Subject
 from node.history import History
-from node.home import HomeError, write_atomic
+from node.home import HomeError
 from node.logs import tail
 from node.redaction import scrub, values
 from node.settings import ConfigError, load, public_values

@@ -6,9 +6,9 @@ import stat
 from pathlib import Path
 
 from node.checkpoint import CheckpointStore
+from node.disk import home_size
 from node.doctor.finding import Finding, Subject, fail, ok, warn
 from node.doctor.machine import local_model, shape_of_checkpoint
-from node.home import home_size
 from node.limits import Disk, disk_hold
 
 GB = 1 << 30

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from node.checkpoint import failed_write
+from node.disk import failed_write
 
 SUMS = "sha256.json"
 NAME = re.compile(r"\.?v\d+-[0-9a-f]{8}")

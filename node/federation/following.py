@@ -19,6 +19,7 @@ import msgspec
 import numpy as np
 
 from node.assign import DataPosition
+from node.disk import write_atomic
 from node.federation.changes import BadChanges, Changes
 from node.federation.followed import FollowedPolicy
 from node.federation.weights_file import (
@@ -30,7 +31,6 @@ from node.federation.weights_file import (
     write_weights,
     write_whole,
 )
-from node.home import write_atomic
 from node.limits import NoRoom
 from node.own_groups import OwnGroups
 from node.rollouts import Rollout

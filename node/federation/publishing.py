@@ -21,9 +21,9 @@ import numpy as np
 import torch
 
 from node.device import Device
+from node.disk import write_atomic
 from node.federation.changes import BadChanges, Changes, changes_between
 from node.federation.weights_file import BadWeights, Tensor, WeightsFile, Words, digest_of, write_weights
-from node.home import write_atomic
 from node.interfaces import Trainer
 from protocol.envelope import Domain, seal
 from protocol.identity import Identity

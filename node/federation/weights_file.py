@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from node.disk import sync
 from node.federation.changes import Changes
-from node.home import sync
 from protocol.policy import Weights
 
 MAX_HEADER_BYTES = 16 << 20

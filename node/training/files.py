@@ -20,7 +20,8 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 
-from node.checkpoint import CheckpointError, failed_write
+from node.checkpoint import CheckpointError
+from node.disk import failed_write
 from node.models import ModelBundle
 from node.training.optimizers import kind_of, moments_of, restore_moments
 

@@ -165,7 +165,8 @@ def _ranks(config: "TrainConfig", device: "torch.device", dtype: "torch.dtype", 
 
 def _answer(command: Command, trainer: "LocalTrainer", shards: "Shards | Megatron") -> Done | Failed:
     """Do it; what all workers fail at alike, or without waiting for each other, is told and no more."""
-    from node.checkpoint import CheckpointError, failed_write
+    from node.checkpoint import CheckpointError
+    from node.disk import failed_write
     from node.interfaces import StepSkipped
 
     try:

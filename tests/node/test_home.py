@@ -7,17 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from node.home import (
-    DaemonInfo,
-    Home,
-    HomeError,
-    HomeLocked,
-    NoSwarm,
-    NotInitialised,
-    default_home,
-    models_dir,
-    write_atomic,
-)
+from node.disk import write_atomic
+from node.home import DaemonInfo, Home, HomeError, HomeLocked, NoSwarm, NotInitialised, default_home, models_dir
 from protocol.identity import Identity
 from protocol.invite import Invite
 from protocol.manifest import embedded_manifest

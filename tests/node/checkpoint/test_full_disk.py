@@ -13,6 +13,7 @@ import pytest
 
 from node import checkpoint
 from node.checkpoint import CheckpointError, CheckpointStore, damage
+from node.disk import advice
 
 
 def full(*_: object) -> None:
@@ -228,4 +229,4 @@ def test_what_a_killed_save_left_goes_before_a_start_needs_room(store: Checkpoin
     ],
 )
 def test_what_is_to_be_done_about_a_write_that_failed(error: Exception, fix: str) -> None:
-    assert checkpoint.advice(error, Path("D")) == fix
+    assert advice(error, Path("D")) == fix
