@@ -21,10 +21,10 @@ from node.hardware import EngineChoice, Gpu, Machine
 from node.home import Home, models_dir
 from node.large.cluster_file import Cluster, ClusterFileError, check_settings
 from node.large.engine_actors import RayServer, without_devices
-from node.large.planner import Needs, Placement, place
+from node.large.planner import Placement, place
 from node.large.ray_cluster import RayCluster, RayFailed
 from node.large.reward_actors import RewardCrew
-from node.large.room import Bundle, Host
+from node.large.room import Bundle, Host, Needs
 from node.large.sizes import needs_of
 from node.large.trainer_actors import RayLauncher
 from node.memory_plan import LARGEST_SHARE, SPARE

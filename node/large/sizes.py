@@ -7,7 +7,7 @@ import torch
 from node.config import Config
 from node.hardware import EngineChoice, Gpu, Machine
 from node.large.cluster_file import Cluster
-from node.large.planner import Need, Needs
+from node.large.room import Need, Needs
 from node.memory_plan import GB, KV_TOKENS, LARGEST_SHARE, SMALLEST_CACHE, plan_shards
 from node.model_shape import ModelShape
 

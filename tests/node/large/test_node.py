@@ -16,8 +16,8 @@ from node.home import Home
 from node.large import node as large_node
 from node.large.cluster_file import Cluster, ClusterFileError
 from node.large.node import LargeNode, Planned, plan_large
-from node.large.planner import Need, Needs, Placement
-from node.large.room import Bundle, Host
+from node.large.planner import Placement
+from node.large.room import Bundle, Host, Need, Needs
 from node.models import load_model
 
 

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from node.config import Config
 from node.config_train import TrainConfig
 from node.large.cluster_file import Cluster
-from node.large.planner import GB, DoesNotFit, Need, Needs, Placement, place
-from node.large.room import Bundle, Host
+from node.large.planner import DoesNotFit, Placement, place
+from node.large.room import GB, Bundle, Host, Need, Needs
 from node.large.sizes import needs_of
 from node.model_shape import ModelShape
 
