@@ -4,17 +4,17 @@ from collections.abc import Mapping
 from contextlib import closing
 from typing import Any
 
-from node.coordinator.at_rest import following
+from node.coordinator.at_rest import chain_of
 from node.home import Home
 from protocol.manifest import Manifest
 from protocol.rounds import State
-from swarm.rounds import Following
+from swarm.chain import Chain
 
 MAX_STANDINGS = 100
 
 
 def coordination(
-    following: Following,
+    chain: Chain,
     *,
     leading: bool = False,
     said: str = "",
@@ -23,22 +23,22 @@ def coordination(
     most: int | None = MAX_STANDINGS,
 ) -> dict[str, Any]:
     """JSON values. `said`: what the coordinator answered when it did not let this node in. `heard`: when each one was
-    heard of, where that is more than `following` knows. `most`: standings of the board; None: all.
+    heard of, where that is more than `chain` knows. `most`: standings of the board; None: all.
     """
-    record, board, manifest = following.round, following.board, following.manifest
-    members = following.members.members if following.members else ()
+    record, board, manifest = chain.round, chain.board, chain.manifest
+    members = chain.members.members if chain.members else ()
     return {
         "coordinators": list(manifest.coordinators),
-        "leader": following.leader,
+        "leader": chain.leader,
         "leading": leading,
-        "heard": following.heard() if heard is None else heard,
+        "heard": chain.heard() if heard is None else heard,
         "listed_only": manifest.listed_only,
         "listed": listed,
         "said": said,
         "members": len(members),
         "faults": [
             {"coordinator": fault.coordinator, "reason": fault.reason, "detail": fault.detail}
-            for fault in following.faults.values()
+            for fault in chain.faults.values()
         ],
         "round": record
         and {
@@ -69,6 +69,6 @@ def kept(home: Home, manifest: Manifest) -> dict[str, Any] | None:
     """The same from what a home's database has of the log; None: it was never started. Raises StoreError."""
     if not home.database.exists():
         return None
-    found = following(home, manifest)
+    found = chain_of(home, manifest)
     with closing(found.log):
         return coordination(found)

@@ -269,16 +269,16 @@ def coordinated(home: "Home") -> "Manifest":
 
 
 def shown_part(home: "Home", manifest: "Manifest") -> dict[str, Any]:
-    from node.coordinator.at_rest import following
+    from node.coordinator.at_rest import chain_of
     from node.view_coordinator import coordination
 
-    return coordination(following(home, manifest), most=None)
+    return coordination(chain_of(home, manifest), most=None)
 
 
 def require_lead(session: Session, home: "Home", manifest: "Manifest") -> None:
     """Raises NotLeading: members follow the list of whoever leads, and that is not this home."""
-    from node.coordinator.at_rest import following
+    from node.coordinator.at_rest import chain_of
 
-    me, leader = session.unlocked().identity().peer_id, following(home, manifest).leader
+    me, leader = session.unlocked().identity().peer_id, chain_of(home, manifest).leader
     if leader != me:
         raise NotLeading(f"{leader or 'nobody'} leads this swarm now, not this home's {me} ; do it there")

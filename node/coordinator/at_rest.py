@@ -8,10 +8,9 @@ from pathlib import Path
 from node.home import Home
 from node.manifest_file import read_manifest
 from protocol.manifest import Coordination, Manifest, embedded_manifest
+from swarm.chain import Chain
 from swarm.membership import Membership
-from swarm.memory import MemoryHub
 from swarm.round_log import RoundLog
-from swarm.rounds import Following
 
 
 def begin(
@@ -45,6 +44,6 @@ def members_of(home: Home, manifest: Manifest) -> Membership:
     return Membership(home.database, manifest.digest, time.time, listed_only=manifest.listed_only)
 
 
-def following(home: Home, manifest: Manifest) -> Following:
+def chain_of(home: Home, manifest: Manifest) -> Chain:
     """The log of rounds, as this home's database has it."""
-    return Following(MemoryHub().transport("nobody"), RoundLog(home.database, manifest.digest), manifest, time.time)
+    return Chain(RoundLog(home.database, manifest.digest), manifest, time.time)
