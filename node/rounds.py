@@ -21,11 +21,11 @@ from protocol.manifest import Manifest
 from protocol.messages import MAX_TRAINED, ReportRequest, Trained
 from protocol.rollout import TaskRef
 from protocol.rounds import Round, State
-from swarm.access import Access
-from swarm.entering import Entering, send_report
-from swarm.evaluation import within_bounds
-from swarm.round_log import RoundLog
-from swarm.rounds import Following
+from swarm.coordination.access import Access
+from swarm.coordination.entering import Entering, send_report
+from swarm.coordination.evaluation import within_bounds
+from swarm.coordination.round_log import RoundLog
+from swarm.coordination.rounds import Following
 from swarm.transport import Transport, TransportError
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from node.coordinator.at_rest import chain_of
 from node.home import Home
 from protocol.manifest import Manifest
 from protocol.rounds import State
-from swarm.chain import Chain
+from swarm.coordination.chain import Chain
 
 MAX_STANDINGS = 100
 

@@ -1,7 +1,7 @@
 """Whom the transport refuses, and on whose word: the only place that bans and lifts bans there.
 
-The coordinator's kicks (swarm.access) and this node's own verdicts (swarm.accounts) may be of the same peer. It stays
-banned while one of them holds it so.
+The coordinator's kicks (coordination/access.py) and this node's own verdicts (accounts.py) may be of the same peer. It
+stays banned while one of them holds it so.
 """
 
 from typing import Literal

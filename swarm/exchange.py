@@ -19,9 +19,10 @@ from protocol.manifest import Manifest
 from protocol.messages import Announcement, announce_topic, rounds_topic
 from protocol.rollout import RolloutGroup
 from protocol.rules import Reason, Rejected, check_group
-from swarm.access import Access
 from swarm.accounts import Accounts
 from swarm.admission import Admission, Rescore, ScoringUnavailable
+from swarm.coordination.access import Access
+from swarm.coordination.rounds import Following
 from swarm.experience import ExperienceStore, StoreError
 from swarm.fetch import FetchFailed, fetch_manifest
 from swarm.gate import AnnouncementGate
@@ -30,7 +31,6 @@ from swarm.hearing import Hearing
 from swarm.pulling import Puller
 from swarm.records import ADMITTED, GroupRecord
 from swarm.reputation import Reputation
-from swarm.rounds import Following
 from swarm.serving import Serving
 from swarm.transport import Message, OversizeRequest, PeerConnected, Transport, TransportError
 
@@ -254,7 +254,7 @@ class Exchange:
         if self._following is not None:
             self._following.met(peer)
         if self._access is not None and self._access.refused(peer):
-            return  # it may be listed soon: `swarm.access` parts from it if not
+            return  # it may be listed soon: `swarm.coordination.access` parts from it if not
         self.reputation.seen(peer)
         self._healer.met(peer)
 

@@ -32,12 +32,12 @@ from protocol.messages import (
 )
 from protocol.rollout import TaskRef
 from protocol.rounds import Pace, State
-from swarm.coordinator import Coordinator
-from swarm.membership import Membership
+from swarm.coordination.coordinator import Coordinator
+from swarm.coordination.membership import Membership
+from swarm.coordination.reports import Reports
+from swarm.coordination.round_log import RoundLog
+from swarm.coordination.rounds import Following
 from swarm.memory import MemoryHub
-from swarm.reports import Reports
-from swarm.round_log import RoundLog
-from swarm.rounds import Following
 from swarm.transport import TransportStats
 
 MEMBERS = 1000

@@ -23,13 +23,13 @@ from protocol.invite import Invite
 from protocol.manifest import Manifest
 from protocol.messages import Announcement, ReportRequest, announce_topic, rounds_topic
 from protocol.rounds import State
-from swarm.access import Access
-from swarm.entering import Entering, send_report
+from swarm.coordination.access import Access
+from swarm.coordination.entering import Entering, send_report
+from swarm.coordination.round_log import RoundLog
+from swarm.coordination.rounds import Following
 from swarm.gate import AnnouncementGate
 from swarm.libp2p_transport import Libp2pTransport
 from swarm.peers import Discovery
-from swarm.round_log import RoundLog
-from swarm.rounds import Following
 from swarm.transport import Message, PeerConnected, Transport, TransportError
 
 LOOK_SECONDS = 0.25

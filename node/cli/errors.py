@@ -22,7 +22,7 @@ EXIT_CODES = {
     "node.manifest_file.ManifestFileError": USAGE,
     "protocol.invite.InviteError": USAGE,
     "protocol.manifest.ManifestError": USAGE,
-    "swarm.membership.NoSuchMember": USAGE,
+    "swarm.coordination.membership.NoSuchMember": USAGE,
     "node.client.DaemonUnreachable": UNREACHABLE,
     "node.home.NotInitialised": NOT_INITIALISED,
 }

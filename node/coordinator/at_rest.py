@@ -8,9 +8,9 @@ from pathlib import Path
 from node.home import Home
 from node.manifest_file import read_manifest
 from protocol.manifest import Coordination, Manifest, embedded_manifest
-from swarm.chain import Chain
-from swarm.membership import Membership
-from swarm.round_log import RoundLog
+from swarm.coordination.chain import Chain
+from swarm.coordination.membership import Membership
+from swarm.coordination.round_log import RoundLog
 
 
 def begin(

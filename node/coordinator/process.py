@@ -1,6 +1,6 @@
 """Wires a coordinator: transport, discovery, scorer, log, members, web page. Like node/daemon.py, without a model.
 
-Everything that it signs or is handed in is on disk before anybody hears of it (swarm.coordinator), so it may be killed
+Everything that it signs or is handed in is on disk before anybody hears of it (swarm/coordination), so it may be killed
 at any instant and goes on where it was.
 """
 
@@ -23,12 +23,12 @@ from protocol.manifest import Manifest, check_local_limits
 from protocol.messages import MAX_ANSWERS
 from protocol.rollout import TaskRef
 from protocol.rounds import Pace
-from swarm.coordinator import Coordinator
-from swarm.evaluation import ScoringUnavailable
-from swarm.membership import Membership
-from swarm.reports import Reports
-from swarm.round_log import RoundLog
-from swarm.rounds import Following
+from swarm.coordination.coordinator import Coordinator
+from swarm.coordination.evaluation import ScoringUnavailable
+from swarm.coordination.membership import Membership
+from swarm.coordination.reports import Reports
+from swarm.coordination.round_log import RoundLog
+from swarm.coordination.rounds import Following
 from swarm.serving import serve_manifest
 
 log = logging.getLogger(__name__)

@@ -22,8 +22,8 @@ from node.history import History
 from node.home import Home, HomeError, HomeLocked
 from protocol.manifest import Coordination, embedded_manifest
 from protocol.rounds import Facts, Pace, first, open_round, seal_round
-from swarm.membership import Membership, NotAdmitted
-from swarm.round_log import RoundLog
+from swarm.coordination.membership import Membership, NotAdmitted
+from swarm.coordination.round_log import RoundLog
 from tests.conftest import Clock
 
 

@@ -16,8 +16,8 @@ from node.client import DaemonUnreachable, RequestRefused, connect
 from node.home import Home, HomeError
 from protocol.manifest import Coordination, EnvironmentSpec, make_manifest
 from protocol.rounds import Round, State
+from swarm.coordination.round_log import RoundLog
 from swarm.database import StoreError
-from swarm.round_log import RoundLog
 
 DEADLINE = 600.0
 """For each thing that is waited for; the machines that run this may be very busy."""

@@ -17,10 +17,10 @@ from node.rounds import Rounds
 from protocol.assignment import is_assigned, round_task
 from protocol.rollout import TaskRef
 from protocol.rounds import Pace, State
+from swarm.coordination.round_log import RoundLog
 from swarm.exchange import Exchange
 from swarm.experience import ExperienceStore
 from swarm.memory import MemoryHub
-from swarm.round_log import RoundLog
 from tests.swarm.coordinated import Clock, Leader, manifest_of, score
 from tests.swarm.world import truthful, until, who
 
@@ -62,8 +62,8 @@ class Member:
 
 @pytest.fixture
 async def pair(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[Leader, Member]]:
-    monkeypatch.setattr("swarm.coordinator.TICK_SECONDS", 0.02)
-    monkeypatch.setattr("swarm.coordinator.REVISE_SECONDS", 0.0)
+    monkeypatch.setattr("swarm.coordination.coordinator.TICK_SECONDS", 0.02)
+    monkeypatch.setattr("swarm.coordination.coordinator.REVISE_SECONDS", 0.0)
     monkeypatch.setattr("node.rounds.SEND_SECONDS", 0.05)
     hub, clock = MemoryHub(), Clock()
     lead = Leader(hub, tmp_path, "lead", MANIFEST, clock, pace=PACE)

@@ -126,10 +126,10 @@ async def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
 
 @pytest.fixture
 async def hall(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Hall]:
-    monkeypatch.setattr("swarm.coordinator.TICK_SECONDS", 0.02)
-    monkeypatch.setattr("swarm.coordinator.REVISE_SECONDS", 0.0)
-    monkeypatch.setattr("swarm.access.LOOK_SECONDS", 0.05)
-    monkeypatch.setattr("swarm.coordinator.ASK_RATE", 100.0)
+    monkeypatch.setattr("swarm.coordination.coordinator.TICK_SECONDS", 0.02)
+    monkeypatch.setattr("swarm.coordination.coordinator.REVISE_SECONDS", 0.0)
+    monkeypatch.setattr("swarm.coordination.access.LOOK_SECONDS", 0.05)
+    monkeypatch.setattr("swarm.coordination.coordinator.ASK_RATE", 100.0)
     hall = Hall(tmp_path)
     yield hall
     await hall.stop()

@@ -10,14 +10,14 @@ from protocol.manifest import Coordination, EnvironmentSpec, Manifest, make_mani
 from protocol.messages import ReportRequest, ReportResponse, Trained
 from protocol.rollout import TaskRef
 from protocol.rounds import Pace, State
-from swarm.access import Access
-from swarm.coordinator import STEP_SECONDS, Coordinator
-from swarm.entering import Entering, send_report
-from swarm.membership import Membership
+from swarm.coordination.access import Access
+from swarm.coordination.coordinator import STEP_SECONDS, Coordinator
+from swarm.coordination.entering import Entering, send_report
+from swarm.coordination.membership import Membership
+from swarm.coordination.reports import Reports
+from swarm.coordination.round_log import RoundLog
+from swarm.coordination.rounds import Following
 from swarm.memory import MemoryHub
-from swarm.reports import Reports
-from swarm.round_log import RoundLog
-from swarm.rounds import Following
 from swarm.transport import Message, PeerConnected
 from tests.swarm.world import until, who
 

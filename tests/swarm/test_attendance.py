@@ -5,11 +5,11 @@ from pathlib import Path
 import pytest
 
 from protocol.board import Member, MemberList
-from swarm import attendance
-from swarm.access import Access
-from swarm.attendance import PRESENT_SECONDS, Attendance
+from swarm.coordination import attendance
+from swarm.coordination.access import Access
+from swarm.coordination.attendance import PRESENT_SECONDS, Attendance
+from swarm.coordination.reports import Reports
 from swarm.memory import MemoryHub
-from swarm.reports import Reports
 from tests.swarm.coordinated import Clock, manifest_of
 from tests.swarm.world import who
 

@@ -6,9 +6,9 @@ import pytest
 
 from protocol.board import MemberList
 from protocol.rejection import Reason, Rejected
-from swarm.access import Access
 from swarm.accounts import Accounts
 from swarm.bans import Bans
+from swarm.coordination.access import Access
 from swarm.experience import ExperienceStore
 from swarm.memory import MemoryHub
 from swarm.reputation import HALF_LIFE, Reputation

@@ -4,7 +4,7 @@ import pytest
 
 from protocol.rejection import Reason, Rejected
 from swarm.bans import Bans
-from swarm.complaints import OFFENCES, QUIET_SECONDS, TROUBLES, Complaints
+from swarm.coordination.complaints import OFFENCES, QUIET_SECONDS, TROUBLES, Complaints
 from swarm.memory import MemoryHub
 from tests.swarm.coordinated import Clock
 from tests.swarm.world import who

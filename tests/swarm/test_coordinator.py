@@ -7,8 +7,8 @@ import pytest
 
 from protocol.messages import REPORT_PROTOCOL, ReportRequest, ReportResponse
 from protocol.rounds import Pace, State, commitment_of, first
-from swarm.complaints import OFFENCES
-from swarm.coordinator import MAX_WAITING, ScoringUnavailable
+from swarm.coordination.complaints import OFFENCES
+from swarm.coordination.coordinator import MAX_WAITING, ScoringUnavailable
 from swarm.transport import Busy, RequestFailed, TransportError
 from tests.swarm.coordinated import PACE, Hall, is_at, manifest_of, score
 from tests.swarm.world import until, who

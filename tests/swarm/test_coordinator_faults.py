@@ -8,7 +8,7 @@ import pytest
 
 from protocol.messages import ROUNDS_PROTOCOL, RoundsRequest, RoundsResponse, rounds_topic
 from protocol.rounds import Round, State, commitment_of, seal_round, take_over
-from swarm.rounds import Following
+from swarm.coordination.rounds import Following
 from swarm.transport import RequestFailed
 from tests.swarm.coordinated import PACE, Bare, Hall, is_at
 from tests.swarm.world import until, who

@@ -8,8 +8,8 @@ import pytest
 
 from protocol.messages import ENTER_PROTOCOL, REPORT_PROTOCOL, EnterRequest, EnterResponse, ReportRequest
 from protocol.rounds import State
-from swarm.membership import Membership, NoSuchMember, NotAdmitted, network_of
-from swarm.reception import IDLE_ROUNDS
+from swarm.coordination.membership import Membership, NoSuchMember, NotAdmitted, network_of
+from swarm.coordination.reception import IDLE_ROUNDS
 from swarm.transport import RequestFailed
 from tests.swarm.coordinated import PACE, Clock, Hall, manifest_of
 from tests.swarm.world import until, who

@@ -6,9 +6,9 @@ import pytest
 
 from protocol.messages import ROUNDS_PROTOCOL
 from protocol.rounds import Pace, State, seal_round
-from swarm.attendance import PRESENT_SECONDS
-from swarm.reception import IDLE_ROUNDS
-from swarm.rounds import MAX_WAITING as MAX_WAITING_PEERS
+from swarm.coordination.attendance import PRESENT_SECONDS
+from swarm.coordination.reception import IDLE_ROUNDS
+from swarm.coordination.rounds import MAX_WAITING as MAX_WAITING_PEERS
 from tests.swarm.coordinated import PACE, Clock, Hall, Leader, is_at, manifest_of
 from tests.swarm.world import until, who
 

@@ -12,9 +12,9 @@ from protocol.assignment import round_task
 from protocol.messages import MAX_REPORT_BYTES, ReportRequest, Trained
 from protocol.rollout import TaskRef
 from protocol.rounds import Round, State
-from swarm import evaluation
-from swarm.evaluation import Evaluation, ScoringUnavailable, within_bounds
-from swarm.reports import Reports
+from swarm.coordination import evaluation
+from swarm.coordination.evaluation import Evaluation, ScoringUnavailable, within_bounds
+from swarm.coordination.reports import Reports
 from tests.swarm.coordinated import manifest_of
 from tests.swarm.world import who
 

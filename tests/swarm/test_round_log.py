@@ -10,10 +10,10 @@ from protocol.board import Member, MemberList, Report, list_bytes
 from protocol.manifest import Coordination, embedded_manifest
 from protocol.messages import ReportRequest, Trained
 from protocol.rounds import Facts, Pace, Round, first, open_round, seal_round
-from swarm import round_log
-from swarm.membership import Membership, NoSuchMember, NotAdmitted
-from swarm.reports import Reports
-from swarm.round_log import Fault, RoundLog
+from swarm.coordination import round_log
+from swarm.coordination.membership import Membership, NoSuchMember, NotAdmitted
+from swarm.coordination.reports import Reports
+from swarm.coordination.round_log import Fault, RoundLog
 from tests.swarm.world import who
 
 NOW = 1_800_000_000.0

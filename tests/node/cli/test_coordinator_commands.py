@@ -14,10 +14,10 @@ from protocol.board import Board, MemberList, Standing, list_bytes
 from protocol.identity import Identity
 from protocol.invite import Invite
 from protocol.rounds import Facts, Pace, Round, State, advance, first, seal_round, seed_for
-from swarm.membership import Membership, NotAdmitted
+from swarm.coordination.membership import Membership, NotAdmitted
+from swarm.coordination.round_log import RoundLog
+from swarm.coordination.rounds import Following
 from swarm.memory import MemoryHub
-from swarm.round_log import RoundLog
-from swarm.rounds import Following
 
 OTHER = Identity.from_seed(b"o" * 32).peer_id
 PACE = Pace(600, 60, 1, 1.0, groups=0, tasks=2, samples=1)

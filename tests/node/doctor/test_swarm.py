@@ -16,7 +16,7 @@ from protocol.board import MemberList, list_bytes
 from protocol.identity import Identity
 from protocol.manifest import Coordination, embedded_manifest
 from protocol.rounds import Facts, Pace, first, open_round, seal_round
-from swarm.round_log import RoundLog
+from swarm.coordination.round_log import RoundLog
 from tests.node.doctor.test_examination import STATUS
 from tests.node.doctor.test_network import free_port, listening, of, port_of
 

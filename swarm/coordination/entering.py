@@ -15,8 +15,8 @@ from protocol.messages import (
     ReportRequest,
     ReportResponse,
 )
+from swarm.coordination.rounds import Following
 from swarm.database import StoreError
-from swarm.rounds import Following
 from swarm.transport import Busy, Transport, TransportError
 
 RETRY_SECONDS = 10.0

@@ -42,18 +42,18 @@ from protocol.rounds import (
     take_over,
 )
 from protocol.rules import check_announcement
-from swarm.access import Access
 from swarm.allowance import Allowance
-from swarm.attendance import PRESENT_SECONDS, Attendance
-from swarm.complaints import Complaints
+from swarm.coordination.access import Access
+from swarm.coordination.attendance import PRESENT_SECONDS, Attendance
+from swarm.coordination.complaints import Complaints
+from swarm.coordination.evaluation import LATE_SECONDS, Evaluation, Score, ScoringUnavailable, most_bytes
+from swarm.coordination.membership import Membership, NotAdmitted
+from swarm.coordination.reception import IDLE_ROUNDS, Reception
+from swarm.coordination.reports import Reports
+from swarm.coordination.rounds import Following
 from swarm.database import StoreError
-from swarm.evaluation import LATE_SECONDS, Evaluation, Score, ScoringUnavailable, most_bytes
 from swarm.gate import AnnouncementGate
-from swarm.membership import Membership, NotAdmitted
-from swarm.reception import IDLE_ROUNDS, Reception
-from swarm.reports import Reports
 from swarm.requests import charge, decoded
-from swarm.rounds import Following
 from swarm.transport import Busy, Message, OversizeRequest, PeerConnected, Transport
 
 TICK_SECONDS = 0.5

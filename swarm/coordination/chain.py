@@ -11,12 +11,12 @@ from protocol.manifest import Manifest
 from protocol.messages import MAX_ANNOUNCEMENT_BYTES
 from protocol.rejection import Reason, Rejected
 from protocol.rounds import Round, check_successor, open_round
-from swarm.clocks import Ahead
-from swarm.round_log import Fault, Kept, RoundLog
+from swarm.coordination.clocks import Ahead
+from swarm.coordination.round_log import Fault, Kept, RoundLog
 
 
 class Chain:
-    """The log of one swarm, whether it is followed (swarm/rounds.py) or only read from disk."""
+    """The log of one swarm, whether it is followed (swarm/coordination/rounds.py) or only read from disk."""
 
     def __init__(
         self,

@@ -12,9 +12,9 @@ from protocol.manifest import EnvironmentSpec, Manifest
 from protocol.messages import MAX_REPORT_BYTES, ReportRequest
 from protocol.rollout import TaskRef
 from protocol.rounds import Round, is_over
-from swarm.membership import Membership
-from swarm.reports import Reports
-from swarm.rounds import Following
+from swarm.coordination.membership import Membership
+from swarm.coordination.reports import Reports
+from swarm.coordination.rounds import Following
 
 LATE_SECONDS = 2.0
 """An answer may be on its way when the time is over."""

@@ -5,12 +5,12 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
 from protocol.board import MAX_MEMBERS
-from swarm.access import Access
+from swarm.coordination.access import Access
+from swarm.coordination.reports import Reports
 from swarm.newest import remember
-from swarm.reports import Reports
 
 PRESENT_SECONDS = 150.0
-"""A member that was not heard of for so long is not present. Each asks for the log every 30 s (swarm.rounds)."""
+"""A member that was not heard of for so long is not present. Each asks for the log every 30 s (rounds.py)."""
 MAX_COUNTED = 1 << 18
 """Groups counted in one round."""
 MOST_OF_ONE = 4096

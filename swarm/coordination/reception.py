@@ -5,10 +5,10 @@ from collections.abc import Callable
 from protocol.manifest import Manifest
 from protocol.rounds import Pace
 from swarm.allowance import Allowance
-from swarm.attendance import Attendance
-from swarm.membership import Membership, NotAdmitted, network_of
-from swarm.reports import Reports
-from swarm.rounds import Following
+from swarm.coordination.attendance import Attendance
+from swarm.coordination.membership import Membership, NotAdmitted, network_of
+from swarm.coordination.reports import Reports
+from swarm.coordination.rounds import Following
 from swarm.transport import Busy, Transport
 
 IDLE_ROUNDS = 4

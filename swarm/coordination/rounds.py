@@ -30,11 +30,11 @@ from protocol.messages import (
 from protocol.rejection import Reason, Rejected
 from protocol.rounds import open_round
 from swarm.allowance import Allowance
-from swarm.chain import Chain
+from swarm.coordination.chain import Chain
+from swarm.coordination.round_log import RoundLog
 from swarm.database import StoreError
 from swarm.gate import JUDGED_ALIKE
 from swarm.requests import charge, decoded
-from swarm.round_log import RoundLog
 from swarm.transport import Transport, TransportError
 
 SYNC_SECONDS = 30.0
