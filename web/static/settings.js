@@ -24,6 +24,10 @@ const FIRST = ["limits.quiet_hours", "limits.hours_per_day", "limits.upload_kbps
 
 const OPEN = new Set(["limits"]);
 
+const SPELLED = { mb: "(MB)", gb: "(GB)", kbps: "(kbit/s)", gpu: "GPU", gpus: "GPUs", url: "URL", kl: "KL", kv: "KV", lora: "LoRA", vllm: "vLLM" };
+
+const titled = (name) => name.split("_").map((word) => SPELLED[word] ?? word).join(" ");
+
 const told = (value) => (Array.isArray(value) ? value.join(", ") : value === "" ? "empty" : String(value));
 
 function input(entry, id) {
@@ -77,7 +81,7 @@ function setting(key, entry, changed) {
   field.addEventListener("input", () => { one.tell("", ""); changed(); });
   one.made = element(
     "div", { class: "setting" },
-    element("label", { for: id }, element("strong", {}, key.split(".")[1].replaceAll("_", " ")), element("code", { class: "small quiet" }, key)),
+    element("label", { for: id }, element("strong", {}, titled(key.split(".")[1])), element("code", { class: "small quiet" }, key)),
     element("div", {}, field, source, said),
     element("p", { class: "quiet", id: `${id}-help` }, shown(entry.help, 400)),
   );
