@@ -191,6 +191,8 @@ class Worker:
         while True:
             try:
                 (length,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
+                if length > MAX_FRAME:
+                    raise RuntimeError(f"the node sent a message of {length} bytes; at most {MAX_FRAME} are read")
                 command = decoder.decode(await reader.readexactly(length))
             except (asyncio.IncompleteReadError, ConnectionError):
                 log.info("the node is gone")

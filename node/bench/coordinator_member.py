@@ -94,11 +94,7 @@ class Simulated:
 # -- as a process --------------------------------------------------------------------------------------------
 
 
-def work(spec: Mapping[str, Any], say: Say) -> None:
-    asyncio.run(live(spec, say))
-
-
-async def live(spec: Mapping[str, Any], say: Say) -> None:
+async def live(spec: Mapping[str, Any], say: Say, directory: Path) -> None:
     """Say that it is a member; take part in one round; say what its board has and what that cost; until input ends."""
     identity = Identity.from_seed(hashlib.sha256(spec["name"].encode()).digest())
     invite, manifest = Invite.parse(spec["invite"]), Manifest.from_bytes(bytes.fromhex(spec["manifest"]))
@@ -171,4 +167,4 @@ def _board_of(member: Simulated) -> int:
 
 
 if __name__ == "__main__":
-    serve(work)
+    serve(live)

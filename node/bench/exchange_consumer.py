@@ -1,7 +1,6 @@
 """The receiving side of `shoal bench exchange`."""
 
 import asyncio
-import tempfile
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,11 +13,6 @@ POLL_SECONDS = 0.005
 FIRST_SECONDS = 240.0
 IDLE_SECONDS = 30.0
 """Without a further group for this long, what is missing is not coming."""
-
-
-def work(spec: Mapping[str, Any], say: Say) -> None:
-    with tempfile.TemporaryDirectory(prefix="shoal-bench-") as directory:
-        asyncio.run(consume(spec, say, Path(directory)))
 
 
 async def consume(spec: Mapping[str, Any], say: Say, directory: Path) -> None:
@@ -58,4 +52,4 @@ async def consume(spec: Mapping[str, Any], say: Say, directory: Path) -> None:
 
 
 if __name__ == "__main__":
-    serve(work)
+    serve(consume)

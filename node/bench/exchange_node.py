@@ -1,6 +1,5 @@
 """A node of `shoal bench exchange`: what node/daemon.py makes for the exchange, without a trainer."""
 
-import hashlib
 import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
@@ -11,6 +10,7 @@ from typing import Any
 import psutil
 import torch
 
+from node.bench.node import bench_node
 from node.bench.workload import bench_config, bench_scorer
 from node.home import models_dir
 from node.models import ModelBundle, load_model
@@ -21,8 +21,6 @@ from protocol.manifest import Manifest, embedded_manifest
 from swarm.exchange import Exchange
 from swarm.experience import ExperienceStore
 from swarm.libp2p_transport import Libp2pTransport
-
-LISTEN = "/ip4/127.0.0.1/tcp/0"
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,31 +44,26 @@ async def exchange_node(
     """
     torch.set_num_threads(spec["threads"])
     config = bench_config(spec["model"])
-    identity = Identity.from_seed(hashlib.sha256(f"shoal bench {role}".encode()).digest())
     manifest = embedded_manifest("bench", genesis)
     bundle = load_model(config.model.path, device="cpu", dtype=config.model.dtype, models=models_dir())
     scorer = bench_scorer(manifest, config)
     await scorer.start()
-    store = ExperienceStore(directory / "node.db", config.limits.store_mb << 20, time.time)
-    transport = Libp2pTransport(identity, [LISTEN])
-    await transport.start()
-    exchange = Exchange(
-        transport,
-        store,
-        identity,
-        manifest,
-        Rescorer(bundle, scorer),
-        time.time,
-        heal_seconds=config.network.heal_seconds,
-        request_timeout=config.network.request_timeout,
-        pool_target=spec["groups"],
-    )
     try:
-        yield ExchangeNode(identity, manifest, bundle, scorer, store, transport, exchange)
+        async with bench_node(role, directory) as node:
+            exchange = Exchange(
+                node.transport,
+                node.store,
+                node.identity,
+                manifest,
+                Rescorer(bundle, scorer),
+                time.time,
+                heal_seconds=config.network.heal_seconds,
+                request_timeout=config.network.request_timeout,
+                pool_target=spec["groups"],
+            )
+            yield ExchangeNode(node.identity, manifest, bundle, scorer, node.store, node.transport, exchange)
     finally:
-        await transport.stop()
         await scorer.close()
-        store.close()
 
 
 def children_cpu() -> float:

@@ -9,7 +9,6 @@ import json
 import random
 import re
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -38,11 +37,6 @@ RIGHT, WORDY = 0.3, 0.15
 """Shares of the completions; the others are answers to other tasks."""
 SPARE = 1.5
 """Tasks made per group wanted: those whose answers all score alike are left out."""
-
-
-def work(spec: Mapping[str, Any], say: Say) -> None:
-    with tempfile.TemporaryDirectory(prefix="shoal-bench-") as directory:
-        asyncio.run(produce(spec, say, Path(directory)))
 
 
 async def produce(spec: Mapping[str, Any], say: Say, directory: Path) -> None:
@@ -196,4 +190,4 @@ def _read_lines(put: Callable[[str], object]) -> None:
 
 
 if __name__ == "__main__":
-    serve(work)
+    serve(produce)

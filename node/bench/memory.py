@@ -5,7 +5,6 @@ Each case is a process of its own that loads the embedded model and makes two up
 """
 
 import importlib.util
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -43,10 +42,9 @@ async def compare(threads: int, machine: dict[str, Any]) -> dict[str, Any]:
     return {"rows": [{**row, "ratio": rows[0]["peak_mb"] / row["peak_mb"]} for row in rows]}
 
 
-def work(spec: Mapping[str, Any], say: Say) -> None:
+def work(spec: Mapping[str, Any], say: Say, directory: Path) -> None:
     torch.set_num_threads(spec["threads"])
-    with tempfile.TemporaryDirectory(prefix="shoal-bench-") as directory:
-        say(measure(spec, Path(directory)))
+    say(measure(spec, directory))
 
 
 def measure(spec: Mapping[str, Any], directory: Path) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 import asyncio
 import functools
 import sys
-import tempfile
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,8 +10,8 @@ from typing import Any
 
 import torch
 
-from node.bench.policy_leader import DTYPE
-from node.bench.policy_node import SWARM, policy_node
+from node.bench.node import bench_node
+from node.bench.policy_leader import DTYPE, SWARM, accounts_of
 from node.bench.side import Say, serve
 from node.config_train import TrainConfig
 from node.device import Device
@@ -27,11 +26,6 @@ from swarm.policy_pulling import Arrived, PolicyPuller, Pulled
 CONNECT_SECONDS = 20.0
 POLL_SECONDS = 0.1
 """Small beside what is measured."""
-
-
-def work(spec: Mapping[str, Any], say: Say) -> None:
-    with tempfile.TemporaryDirectory(prefix="shoal-bench-") as directory:
-        asyncio.run(follow(spec, say, Path(directory)))
 
 
 async def follow(spec: Mapping[str, Any], say: Say, directory: Path) -> None:
@@ -66,13 +60,13 @@ async def follow(spec: Mapping[str, Any], say: Say, directory: Path) -> None:
     async def room_for_all(size: int) -> str:
         return ""
 
-    async with policy_node("follower", directory) as node:
+    async with bench_node("follower", directory) as node:
         await node.transport.connect(spec["address"], timeout=CONNECT_SECONDS)
         make_puller = functools.partial(
             PolicyPuller,
             node.transport,
             store,
-            node.accounts,
+            accounts_of(node),
             time.time,
             leader=spec["leader"],
             swarm=SWARM,
@@ -103,4 +97,4 @@ async def follow(spec: Mapping[str, Any], say: Say, directory: Path) -> None:
 
 
 if __name__ == "__main__":
-    serve(work)
+    serve(follow)

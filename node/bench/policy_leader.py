@@ -1,9 +1,9 @@
 """The leading side of `shoal bench policy`: trains, publishes, serves."""
 
 import asyncio
+import hashlib
 import json
 import sys
-import tempfile
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from node.bench.policy_node import SWARM, policy_node
+from node.bench.node import BenchNode, bench_node
 from node.bench.side import Say, serve
 from node.bench.train import grouped
 from node.config_train import TrainConfig
@@ -23,17 +23,20 @@ from node.models import load_model
 from node.parts import model_mark
 from node.training.local import LocalTrainer
 from protocol.policy import Weights
+from swarm.accounts import Accounts
 from swarm.policies import PolicyServing, PolicyStore
+from swarm.reputation import Reputation
 
 PROMPT_TOKENS, NEW_TOKENS, GROUP_SIZE = 32, 8, 4
 """Of the one group of an update: how much AdamW changes hardly depends on it, so it may be quick."""
 DTYPE: Weights = "bfloat16"
 WAIT_SECONDS = 0.01
+SWARM = hashlib.sha256(b"shoal bench policy").digest()
 
 
-def work(spec: Mapping[str, Any], say: Say) -> None:
-    with tempfile.TemporaryDirectory(prefix="shoal-bench-") as directory:
-        asyncio.run(lead(spec, say, Path(directory)))
+def accounts_of(node: BenchNode) -> Accounts:
+    """For what the node's peers do wrong."""
+    return Accounts(node.transport, Reputation(node.store, time.time), time.time, lambda kind, message: None)
 
 
 async def lead(spec: Mapping[str, Any], say: Say, directory: Path) -> None:
@@ -45,7 +48,7 @@ async def lead(spec: Mapping[str, Any], say: Say, directory: Path) -> None:
     config = TrainConfig(warmup_steps=0)
     trainer = LocalTrainer(bundle, config, dumps=directory)
     size = sum(weight.numel() for weight in bundle.model.parameters())
-    async with policy_node("leader", directory) as node:
+    async with bench_node("leader", directory) as node:
         store = PolicyStore(directory / "policy")
         publisher = Publisher(
             store,
@@ -59,7 +62,7 @@ async def lead(spec: Mapping[str, Any], say: Say, directory: Path) -> None:
             clock=time.time,
             tell=lambda level, message: print(message, file=sys.stderr),  # noqa: T201
         )
-        PolicyServing(store, node.identity.peer_id, node.accounts, time.time).serve_on(node.transport)
+        PolicyServing(store, node.identity.peer_id, accounts_of(node), time.time).serve_on(node.transport)
         running = asyncio.create_task(publisher.run())
         say(
             {
@@ -101,4 +104,4 @@ async def lead(spec: Mapping[str, Any], say: Say, directory: Path) -> None:
 
 
 if __name__ == "__main__":
-    serve(work)
+    serve(lead)

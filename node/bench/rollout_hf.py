@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from protocol.manifest import Manifest
 PROBE_TOKENS = 4
 
 
-def work(spec: Mapping[str, Any], say: Say) -> None:
+def work(spec: Mapping[str, Any], say: Say, directory: Path) -> None:
     say(measure(spec))
 
 

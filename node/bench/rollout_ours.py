@@ -1,8 +1,8 @@
 """Our side of `shoal bench rollout`: node.engines.transformers as the loop calls it."""
 
-import asyncio
 import dataclasses
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from node.bench.floor import matrix_weights, work_of
@@ -14,8 +14,8 @@ from node.interfaces import PromptRequest, SampledGroup, TrainGroup, TrainSequen
 from node.rollouts import prompts, sampling_seed
 
 
-def work(spec: Mapping[str, Any], say: Say) -> None:
-    say(asyncio.run(measure(spec)))
+async def work(spec: Mapping[str, Any], say: Say, directory: Path) -> None:
+    say(await measure(spec))
 
 
 async def measure(spec: Mapping[str, Any]) -> dict[str, Any]:

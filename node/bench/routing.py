@@ -5,7 +5,6 @@ of experts, and what that does to log-probabilities. Differences are training mi
 """
 
 import asyncio
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -56,10 +55,9 @@ async def compare(threads: int, machine: dict[str, Any]) -> dict[str, Any]:
     return await run_side("node.bench.routing", spec_of(threads), DEADLINE)
 
 
-def work(spec: Mapping[str, Any], say: Say) -> None:
+def work(spec: Mapping[str, Any], say: Say, directory: Path) -> None:
     torch.set_num_threads(spec["threads"])
-    with tempfile.TemporaryDirectory(prefix="shoal-bench-") as directory:
-        say(measure(Path(directory)))
+    say(measure(directory))
 
 
 def measure(directory: Path, shape: Mapping[str, Any] = SHAPE) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """`shoal bench scheduler`: what scheduling gains on long-tailed rollouts.
 
 The node's own scheduler and rounds (node/scheduler.py, node/scheduling/) drive four simulated engines
-(node/engines/simulated.py) on a virtual clock, step after step, each followed by a training phase. Nothing else is
+(node/bench/simulated.py) on a virtual clock, step after step, each followed by a training phase. Nothing else is
 simulated, and nothing is measured in real seconds.
 
 What there is to gain depends on two things, so there are several cases. The fewer answers a step has for each engine,
@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from node.bench.scheduler_traces import GROUP_SIZE, SCALE, Workload, lognormal, recorded
+from node.bench.simulated import EngineModel, SimulatedEngine, Trace
 from node.bench.virtual_time import run_virtual
-from node.engines.simulated import EngineModel, SimulatedEngine, Trace
 from node.interfaces import PromptRequest
 from node.scheduler import Dispatch, Scheduler
 from node.scheduling.rounds import Begun, Plan, Rounds

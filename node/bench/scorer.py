@@ -8,6 +8,7 @@ import asyncio
 import importlib.metadata
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -29,7 +30,7 @@ async def compare(threads: int, machine: dict[str, Any]) -> dict[str, Any]:
     return await run_side("node.bench.scorer", spec_of(threads), DEADLINE)
 
 
-def work(spec: Mapping[str, Any], say: Say) -> None:
+async def work(spec: Mapping[str, Any], say: Say, directory: Path) -> None:
     say(
         {
             "workload": {"answers": GROUPS * GROUP_SIZE, "times": f"CPU milliseconds an answer, median of {LAPS} laps"},
@@ -37,7 +38,7 @@ def work(spec: Mapping[str, Any], say: Say) -> None:
                 "name": "score() of the same environment, in the same process",
                 "version": f"reasoning_gym {importlib.metadata.version('reasoning_gym')}",
             },
-            "rows": asyncio.run(measure()),
+            "rows": await measure(),
         }
     )
 

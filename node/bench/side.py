@@ -8,8 +8,9 @@ import json
 import os
 import resource
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ LINE_BYTES = 16 << 20
 TAIL_BYTES = 4000
 
 Say = Callable[[Mapping[str, Any]], None]
+Work = Callable[[Mapping[str, Any], Say, Path], Coroutine[Any, Any, None] | None]
+"""A plain function where what is measured runs loops of its own."""
 
 
 class BenchError(Exception):
@@ -114,8 +117,8 @@ async def _tail(stream: asyncio.StreamReader) -> bytes:
 # -- inside the process --------------------------------------------------------------------------------------
 
 
-def serve(work: Callable[[Mapping[str, Any], Say], None]) -> None:
-    """Main function of a side: read the spec, do `work(spec, say)`."""
+def serve(work: Work) -> None:
+    """Main function of a side: read the spec and do `work(spec, say, directory)`; the directory goes afterwards."""
     lines = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
 
@@ -123,7 +126,10 @@ def serve(work: Callable[[Mapping[str, Any], Say], None]) -> None:
         lines.write(json.dumps(line) + "\n")
         lines.flush()
 
-    work(json.loads(sys.stdin.readline()), say)
+    with tempfile.TemporaryDirectory(prefix="shoal-bench-") as directory:
+        running = work(json.loads(sys.stdin.readline()), say, Path(directory))
+        if running is not None:
+            asyncio.run(running)
 
 
 def peak_rss() -> int:

@@ -3,9 +3,7 @@
 The parts are those that node/daemon.py makes, except that the transport is the in-memory one, with nobody on it.
 """
 
-import asyncio
 import functools
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -43,9 +41,8 @@ class AlternatingScorer(Scorer):
         return [Score(float(i % 2), parsed=True) for i in range(len(scores))] if self.alternating else scores
 
 
-def work(spec: Mapping[str, Any], say: Say) -> None:
-    with tempfile.TemporaryDirectory(prefix="shoal-bench-") as directory:
-        say(asyncio.run(measure(spec, Path(directory))))
+async def work(spec: Mapping[str, Any], say: Say, directory: Path) -> None:
+    say(await measure(spec, directory))
 
 
 async def measure(spec: Mapping[str, Any], directory: Path) -> dict[str, Any]:

@@ -5,9 +5,9 @@ the weights are bfloat16, which is faster than autocast. Rewards come from the s
 """
 
 import asyncio
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -57,9 +57,8 @@ class Laps(TrainerCallback):
         self._before = dict(self.tokens)
 
 
-def work(spec: Mapping[str, Any], say: Say) -> None:
-    with tempfile.TemporaryDirectory(prefix="shoal-bench-") as directory:
-        say(measure(spec, directory))
+def work(spec: Mapping[str, Any], say: Say, directory: Path) -> None:
+    say(measure(spec, str(directory)))
 
 
 def measure(spec: Mapping[str, Any], directory: str) -> dict[str, Any]:

@@ -12,7 +12,6 @@ CPU seconds, merged before and after plain, so that what else runs on the machin
 
 import itertools
 import random
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -84,10 +83,9 @@ async def compare(threads: int, machine: dict[str, Any]) -> dict[str, Any]:
     return {**result, "share_long": min(long)}
 
 
-def work(spec: Mapping[str, Any], say: Say) -> None:
+def work(spec: Mapping[str, Any], say: Say, directory: Path) -> None:
     torch.set_num_threads(spec["threads"])
-    with tempfile.TemporaryDirectory(prefix="shoal-bench-") as directory:
-        say(measure(spec, Path(directory)))
+    say(measure(spec, directory))
 
 
 def measure(spec: Mapping[str, Any], directory: Path, grid: Sequence[tuple[int, int, int]] = GRID) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from node.engines.vllm_client import LINE_BYTES, Address, VllmClient
 from node.engines.vllm_probe import EngineSetupError
 from node.engines.vllm_server import ServerPlan, VllmServer
 from node.engines.vllm_transfer import FileTransfer, NcclTransfer
+from node.engines.vllm_upkeep import Upkeep
 from node.engines.vllm_weights import WeightFiles
 from node.hardware import Machine, sleeps
 from node.memory_plan import gpu_share
@@ -72,7 +73,9 @@ def make_engine(
     transfer = make_transfer(config, bundle, device, machine, root)
     address = server.address if server is not None else Address(engine.url)
     client = client_of(address, bundle)
-    return VllmEngine(client, bundle, device, transfer, engine, server=server, sleep=sleep, say=say, alone=alone)
+    return VllmEngine(
+        Upkeep(client, bundle, device, transfer, engine, server=server, sleep=sleep, say=say, alone=alone)
+    )
 
 
 def client_of(address: Address, bundle: ModelBundle) -> VllmClient:

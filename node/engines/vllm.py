@@ -9,20 +9,15 @@ token knows its version.
 import asyncio
 import logging
 import secrets
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 
-from node.config import EngineConfig
-from node.device import Device
 from node.engines.partial import EngineFailed
 from node.engines.requests import check_request
-from node.engines.vllm_client import Ask, ServerGone, ServerRefused, VllmClient
+from node.engines.vllm_client import Ask, ServerGone, ServerRefused
 from node.engines.vllm_probe import ServerFacts
-from node.engines.vllm_server import OwnServer
 from node.engines.vllm_streams import Group, Stream
-from node.engines.vllm_transfer import WeightTransfer
 from node.engines.vllm_upkeep import Upkeep
 from node.interfaces import PromptRequest, SampledGroup
-from node.models import ModelBundle
 from node.scheduler import derived_seed
 
 log = logging.getLogger(__name__)
@@ -36,33 +31,15 @@ class VllmEngine:
 
     name = "vllm"
 
-    def __init__(
-        self,
-        client: VllmClient,
-        bundle: ModelBundle,
-        device: Device,
-        transfer: WeightTransfer,
-        config: EngineConfig,
-        *,
-        server: OwnServer | None = None,
-        sleep: bool = False,
-        say: Callable[[str], None] = log.info,
-        alone: bool = True,
-    ) -> None:
-        """`server`: the one to start; None: it runs elsewhere. `sleep`: give GPU memory back when `rest` is called.
-
-        `alone`: there is no other engine; one of several leaves its work to them while its server is down.
-        """
-        self.client, self.bundle, self.device, self.transfer = client, bundle, device, transfer
-        self.config, self.server = config, server
+    def __init__(self, upkeep: Upkeep) -> None:
+        self._upkeep = upkeep
+        self.client, self.server, self.transfer = upkeep.client, upkeep.server, upkeep.transfer
+        self.bundle, self.device, self.config = upkeep.bundle, upkeep.device, upkeep.config
         self.version = 0
-        self.overlaps = not sleep
+        self.overlaps = not upkeep.sleep
         """Whether it samples while the trainer works."""
-        self._upkeep = Upkeep(
-            client, bundle, device, transfer, config, server=server, sleep=sleep, say=say, alone=alone
-        )
-        self._open = self._upkeep.open
-        self._slots = asyncio.Semaphore(config.concurrency)
+        self._open = upkeep.open
+        self._slots = asyncio.Semaphore(upkeep.config.concurrency)
         self._told_unrouted = False
 
     @property

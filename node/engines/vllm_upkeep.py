@@ -40,12 +40,16 @@ class Upkeep:
         transfer: WeightTransfer,
         config: EngineConfig,
         *,
-        server: OwnServer | None,
-        sleep: bool,
-        say: Callable[[str], None],
+        server: OwnServer | None = None,
+        sleep: bool = False,
+        say: Callable[[str], None] = log.info,
         alone: bool = True,
     ) -> None:
-        """`alone`: no other engine could sample while this one is brought up again."""
+        """`server`: the one to start; None: it runs elsewhere. `sleep`: give GPU memory back when `rest` is called.
+
+        `alone`: no other engine could sample while this one is brought up again; one of several leaves its work to
+        them meanwhile.
+        """
         self.client, self.bundle, self.device, self.transfer = client, bundle, device, transfer
         self.config, self.server, self.sleep, self.say = config, server, sleep, say
         self.alone = alone

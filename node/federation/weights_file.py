@@ -90,16 +90,15 @@ def digest_of(dtype: Weights, tensors: Iterator[tuple[Tensor, Words]]) -> bytes:
 
 
 def write_weights(weights: Mapping[str, torch.Tensor], path: Path, dtype: Weights) -> WeightsFile:
-    """Write tensors that are all of this type, aside and renamed. Raises OSError."""
-    aside = path.with_name(f".aside-{path.name}")
+    """Write tensors that are all of this type, in place: the caller renames. Raises OSError, and there is no file."""
     try:
-        save_file({name: tensor.contiguous() for name, tensor in weights.items()}, aside, {"format": "pt"})
-        sync(aside)
-        aside.replace(path)
-    except SafetensorError as error:  # what it makes of a full disk
-        raise OSError(f"{path} cannot be written: {error}") from error
-    finally:
-        aside.unlink(missing_ok=True)
+        save_file({name: tensor.contiguous() for name, tensor in weights.items()}, path, {"format": "pt"})
+        sync(path)
+    except BaseException as error:
+        path.unlink(missing_ok=True)
+        if isinstance(error, SafetensorError):  # what it makes of a full disk
+            raise OSError(f"{path} cannot be written: {error}") from error
+        raise
     return WeightsFile(path, {name: tuple(tensor.shape) for name, tensor in weights.items()}, dtype)
 
 
@@ -129,19 +128,22 @@ def write_changed(source: WeightsFile, changes: Sequence[Changes], path: Path, s
 
 
 def write_whole(pieces: Iterator[bytes], path: Path, shapes: Shapes, dtype: Weights, state: bytes) -> WeightsFile:
-    """A file from its bytes, if they are the weights of `state`. Raises BadWeights (and there is no file), OSError."""
-    aside = path.with_name(f".aside-{path.name}")
+    """A file from its bytes, in place, if they are the weights of `state`: the caller renames.
+
+    Raises BadWeights and OSError, and then there is no file.
+    """
     try:
-        with aside.open("wb") as file:
+        with path.open("wb") as file:
             for piece in pieces:
                 file.write(piece)
-        sync(aside)
-        if WeightsFile(aside, shapes, dtype).digest() != state:
+        sync(path)
+        whole = WeightsFile(path, shapes, dtype)
+        if whole.digest() != state:
             raise BadWeights("the whole is not the weights that were announced")
-        aside.replace(path)
-    finally:
-        aside.unlink(missing_ok=True)
-    return WeightsFile(path, shapes, dtype)
+    except BaseException:
+        path.unlink(missing_ok=True)
+        raise
+    return whole
 
 
 def _read_header(path: Path, shapes: Shapes, dtype: Weights) -> list[Tensor]:

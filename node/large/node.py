@@ -16,6 +16,7 @@ from node.device import Device
 from node.engines.choose import as_sampled, client_of, export_weights, server_plan, unties
 from node.engines.vllm import VllmEngine
 from node.engines.vllm_transfer import FileTransfer
+from node.engines.vllm_upkeep import Upkeep
 from node.engines.vllm_weights import WeightFiles
 from node.hardware import EngineChoice, Gpu, Machine
 from node.home import Home, models_dir
@@ -204,7 +205,7 @@ class LargeNode:
         client, transfer = client_of(server.address, bundle), FileTransfer(weights, device)
         alone = len(self.planned.placement.engines) == 1
         return VllmEngine(
-            client, bundle, device, transfer, config.engine, server=server, sleep=sleep, say=say, alone=alone
+            Upkeep(client, bundle, device, transfer, config.engine, server=server, sleep=sleep, say=say, alone=alone)
         )
 
     def _left(self, machine: Machine) -> float:

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from node.bench.simulated import EngineModel, SimulatedEngine, Trace
 from node.bench.virtual_time import NothingToWaitFor, run_virtual
 from node.device import Device
 from node.engines.partial import EngineFailed
-from node.engines.simulated import EngineModel, SimulatedEngine, Trace
 from node.engines.transformers import TransformersEngine
 from node.interfaces import Engine, PromptRequest, Sample, SampledGroup
 from node.models import load_model

@@ -7,8 +7,8 @@ import pytest
 from node.bench import scheduler
 from node.bench.scheduler import DENSE, EXPERTS, Case, simulate, table, tail_of
 from node.bench.scheduler_traces import GROUP_SIZE, SCALE, lognormal, recorded
+from node.bench.simulated import EngineModel, SimulatedEngine, Trace
 from node.bench.virtual_time import run_virtual
-from node.engines.simulated import EngineModel, SimulatedEngine, Trace
 from node.interfaces import PromptRequest
 
 SMALL = Case("experts", EXPERTS, 8, lambda n: lognormal("short", n, median=4_000, cap=32_768, seed=1))

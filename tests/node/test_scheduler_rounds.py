@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from node.bench.simulated import EngineModel, SimulatedEngine, Trace
 from node.bench.virtual_time import run_virtual
 from node.engines.partial import spans_of
-from node.engines.simulated import EngineModel, SimulatedEngine, Trace
 from node.interfaces import PromptRequest
 from node.scheduler import Scheduler
 from node.scheduling.rounds import Begun, Plan, Rounds

@@ -7,6 +7,7 @@ import json
 import os
 import random
 import signal
+import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from importlib.util import find_spec
@@ -17,7 +18,8 @@ import psutil
 import pytest
 
 from swarm.averaging import Averager, Contributions, NotAveraged
-from swarm.averaging_wire import Gathered, Setup, file_of
+from swarm.averaging_wire import LENGTH, MAX_FRAME, Gathered, Setup, file_of
+from swarm.averaging_worker import Worker
 
 PROGRAM = "node.averager_process"
 SIZE = 1 << 20
@@ -190,6 +192,15 @@ async def test_an_averager_that_was_taken_over_is_not_believed(
         file_of(averager._directory, 2).unlink()
     with pytest.raises(NotAveraged, match=problem):
         averager._checked(gathered, own)
+
+
+async def test_the_process_reads_no_message_longer_than_the_node_may_send(tmp_path: Path) -> None:
+    reader = asyncio.StreamReader()
+    reader.feed_data(LENGTH.pack(MAX_FRAME + 1))
+    ours, theirs = socket.socketpair()
+    with ours, theirs, pytest.raises(RuntimeError, match=f"a message of {MAX_FRAME + 1} bytes"):
+        async with asyncio.timeout(5.0):
+            await Worker(setup(tmp_path), theirs, None, None).obey(reader)
 
 
 def test_messages_keep_their_form() -> None:

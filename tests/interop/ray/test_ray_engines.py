@@ -19,6 +19,7 @@ from node.engines.vllm import VllmEngine
 from node.engines.vllm_client import VllmClient
 from node.engines.vllm_server import ServerPlan
 from node.engines.vllm_transfer import FileTransfer
+from node.engines.vllm_upkeep import Upkeep
 from node.engines.vllm_weights import WeightFiles
 from node.interfaces import PromptRequest, SampledGroup
 from node.large.engine_actors import RayServer
@@ -70,7 +71,7 @@ async def engines(cluster: RayCluster, rooms: Any, script: str, bundle: ModelBun
         server = RayServer(cluster, group, bundle_of_room, plan, seconds=400)
         servers.append(server)
         client, transfer = VllmClient(server.address), FileTransfer(exported, device)
-        made.append(VllmEngine(client, bundle, device, transfer, config, server=server, alone=False))
+        made.append(VllmEngine(Upkeep(client, bundle, device, transfer, config, server=server, alone=False)))
     scheduler = Scheduler(made, Dispatch("divided", concurrency=4, chunk_tokens=16))
     try:
         await asyncio.gather(*(engine.start() for engine in made))

@@ -24,6 +24,7 @@ from node.engines.vllm import VllmEngine
 from node.engines.vllm_adapters import AdapterTransfer
 from node.engines.vllm_client import Address, VllmClient
 from node.engines.vllm_transfer import FileTransfer
+from node.engines.vllm_upkeep import Upkeep
 from node.engines.vllm_weights import WeightFiles
 from node.models import ModelBundle, load_model
 
@@ -349,14 +350,16 @@ class Made:
             transfer = FileTransfer(WeightFiles(root, self._export), device)
         self.files = transfer.files
         self.engine = VllmEngine(
-            VllmClient(Address(fake.url)),
-            bundle,
-            device,
-            transfer,
-            settings,
-            sleep=sleep,
-            say=self.said.append,
-            alone=alone,
+            Upkeep(
+                VllmClient(Address(fake.url)),
+                bundle,
+                device,
+                transfer,
+                settings,
+                sleep=sleep,
+                say=self.said.append,
+                alone=alone,
+            )
         )
         device.make_room = self.engine.rest
 

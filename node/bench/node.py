@@ -1,4 +1,4 @@
-"""A node of `shoal bench policy`: a transport, and accounts for what its peers do wrong."""
+"""A node of a benchmark between processes: an identity, a store, and a transport on loopback."""
 
 import hashlib
 import time
@@ -7,33 +7,30 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from node.config import LimitsConfig
 from protocol.identity import Identity
-from swarm.accounts import Accounts
 from swarm.experience import ExperienceStore
 from swarm.libp2p_transport import Libp2pTransport
-from swarm.reputation import Reputation
 
 LISTEN = "/ip4/127.0.0.1/tcp/0"
-SWARM = hashlib.sha256(b"shoal bench policy").digest()
 
 
 @dataclass(frozen=True, slots=True)
-class PolicyNode:
+class BenchNode:
     identity: Identity
+    store: ExperienceStore
     transport: Libp2pTransport
-    accounts: Accounts
 
 
 @asynccontextmanager
-async def policy_node(role: str, directory: Path) -> AsyncIterator[PolicyNode]:
+async def bench_node(role: str, directory: Path) -> AsyncIterator[BenchNode]:
     """A started one."""
     identity = Identity.from_seed(hashlib.sha256(f"shoal bench {role}".encode()).digest())
-    store = ExperienceStore(directory / "node.db", 16 << 20, time.time)
+    store = ExperienceStore(directory / "node.db", LimitsConfig().store_mb << 20, time.time)
     transport = Libp2pTransport(identity, [LISTEN])
     await transport.start()
-    accounts = Accounts(transport, Reputation(store, time.time), time.time, lambda kind, message: None)
     try:
-        yield PolicyNode(identity, transport, accounts)
+        yield BenchNode(identity, store, transport)
     finally:
         await transport.stop()
         store.close()
