@@ -11,6 +11,7 @@ import click
 from node.cli.session import Command, Session, with_session
 
 if TYPE_CHECKING:
+    from node.client import DaemonUnreachable
     from node.home import Home
 
 WATCH_SECONDS = 2.0
@@ -40,7 +41,9 @@ def status(session: Session, watch: bool) -> None:
         return
     terminal = sys.stdout.isatty() and not session.as_json
     while True:
-        if session.as_json:
+        if isinstance(now, DaemonUnreachable):
+            away(session, now, terminal)
+        elif session.as_json:
             click.echo(json.dumps(now))
         elif terminal:
             click.clear()
@@ -50,7 +53,24 @@ def status(session: Session, watch: bool) -> None:
             reward = "-" if now["reward"] is None else f"{now['reward']:.3f}"
             tell(session, f"{status_line(now)}  step {now['step']}  reward {reward}  peers {now['peers']}")
         time.sleep(WATCH_SECONDS)
-        now = ask()
+        try:
+            now = ask()
+        except DaemonUnreachable as unreachable:  # a node that restarts: just when somebody watches
+            now = unreachable
+
+
+def away(session: Session, unreachable: "DaemonUnreachable", terminal: bool) -> None:
+    """In place of a status: what is wrong, and what to do about it where the node does not come back."""
+    from node.cli.errors import parted
+    from node.cli.output import tell
+
+    what, fix = parted(str(unreachable))
+    if session.as_json:
+        click.echo(json.dumps({"error": what, "fix": session.hints(fix)}))
+        return
+    if terminal:
+        click.clear()
+    tell(session, f"{what}; {fix}")
 
 
 def with_last_words(home: "Home", what: str) -> str:

@@ -60,19 +60,35 @@ def test_status_is_watched_until_ctrl_c(run: Run, home: Home, daemon: Any, monke
     assert [(line["step"], line["reward"]) for line in lines] == [(22, None), (23, None)]
 
 
-def test_the_watch_of_a_node_that_fails_ends_with_the_reason(
-    run: Run, home: Home, daemon: Any, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("as_json", [False, True])
+def test_the_watch_of_a_node_that_fails_says_why_and_goes_on(
+    run: Run, home: Home, daemon: Any, monkeypatch: pytest.MonkeyPatch, as_json: bool
 ) -> None:
-    def fail(seconds: float) -> None:
+    info = home.daemon()
+    assert info is not None
+
+    def restart(seconds: float) -> None:
+        if home.daemon() is None:
+            home.write_daemon(info)
+            monkeypatch.setattr("node.cli.status.time", SimpleNamespace(sleep=leave, time=time.time))
+            return
         history = History(home.database, lambda: 86_400.0)
         history.event("error", "failed", "StageTimeout: stage 'update' took too long")
         history.close()
         home.remove_daemon()
 
-    monkeypatch.setattr("node.cli.status.time", SimpleNamespace(sleep=fail, time=time.time))
-    result = run("--home", home.path, "status", "--watch")
-    assert result.exit_code == 3, result.stderr
-    assert "StageTimeout: stage 'update' took too long" in result.stderr
+    def leave(seconds: float) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("node.cli.status.time", SimpleNamespace(sleep=restart, time=time.time))
+    result = run("--home", home.path, "status", "--watch", *["--json"] * as_json)
+    assert result.exit_code == 130, result.stderr
+    before, between, after = result.stdout.splitlines()
+    assert before == after
+    if as_json:
+        assert json.loads(after)["step"] == 12
+        between = json.loads(between)["error"]
+    assert "StageTimeout: stage 'update' took too long" in between
 
 
 def test_status_of_a_node_that_is_down_says_how_it_ended(run: Run, home: Home) -> None:
