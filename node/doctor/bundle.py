@@ -44,7 +44,8 @@ def write_bundle(path: Path, subject: Subject, findings: Sequence[Finding]) -> i
     members = [(name, content) for name, content in collect(subject, findings).items() if content]
     with zipfile.ZipFile(written, "w", zipfile.ZIP_DEFLATED) as archive:
         for name, content in members:
-            archive.writestr(name, scrub(content, secrets)[-MEMBER_CHARACTERS:])
+            clean = scrub(content, secrets)  # before any cut, which could leave the first half of a secret
+            archive.writestr(name, (cut(clean) if name.endswith(".log") else clean)[-MEMBER_CHARACTERS:])
     write_atomic(path, written.getvalue(), 0o600)
     return len(members)
 
@@ -58,10 +59,7 @@ def collect(subject: Subject, findings: Sequence[Finding]) -> dict[str, str]:
         "settings.json": tried(lambda: as_json(public_values(load(home)))),
         "swarm.json": tried(lambda: swarm(subject)),
         "versions.txt": versions(),
-        "node.log": lines(home.log_path),
-        "vllm.log": lines(home.logs / "vllm.log"),
-        "console.log": lines(home.logs / "console.log"),
-        "stacks.log": lines(home.logs / "stacks.log"),
+        **{log.name: "\n".join(tail(log, LOG_LINES)) for log in sorted(home.logs.glob("*.log"))},
         **history(subject),
     }
 
@@ -91,9 +89,9 @@ def versions() -> str:
     return "\n".join([f"# Python {platform.python_version()}, {platform.platform()}", *installed])
 
 
-def lines(file: Path) -> str:
-    """The end of a log."""
-    return "\n".join(line[:LINE_CHARACTERS] for line in tail(file, LOG_LINES))
+def cut(log: str) -> str:
+    """A log without the ends of its longest lines."""
+    return "\n".join(line[:LINE_CHARACTERS] for line in log.split("\n"))
 
 
 def history(subject: Subject) -> dict[str, str]:

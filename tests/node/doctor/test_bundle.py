@@ -72,8 +72,9 @@ def test_no_secret_is_in_any_member(tmp_path: Path, no_variables: None, monkeypa
         json.dumps({"at": "2026-01-01T00:00:00+00:00", "level": "info", "logger": "n", "message": m}) for m in planted
     ]
     home.log_path.write_text("\n".join(log))
-    (home.logs / "vllm.log").write_text("\n".join(planted))
-    (home.logs / "stacks.log").write_text("\n".join(planted))
+    logs = {"averaging.log", "console.log", "stacks.log", "trainer.log", "vllm.log", "vllm-1.log"}
+    for name in logs:
+        (home.logs / name).write_text("\n".join(planted))
     history = History(home.database, lambda: 1.0)
     for text in planted:
         history.event("info", "config", text)
@@ -86,8 +87,8 @@ def test_no_secret_is_in_any_member(tmp_path: Path, no_variables: None, monkeypa
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
     with zipfile.ZipFile(file) as archive:
         texts = {name: archive.read(name).decode() for name in archive.namelist()}
-    assert {"doctor.json", "status.json", "settings.json", "swarm.json", "versions.txt", "node.log", "vllm.log",
-            "stacks.log", "events.json", "steps.json"} <= set(texts)  # fmt: skip
+    assert {"doctor.json", "status.json", "settings.json", "swarm.json", "versions.txt", "node.log",
+            "events.json", "steps.json"} | logs <= set(texts)  # fmt: skip
     for member, text in texts.items():
         for name, secret in secrets.items():
             assert secret not in text, (member, name)
@@ -123,6 +124,13 @@ def test_no_secret_is_in_any_member(tmp_path: Path, no_variables: None, monkeypa
 )
 def test_secrets_of_strangers_are_known_by_their_form(text: str, left: str) -> None:
     assert scrub(text, []) == left
+
+
+def test_a_cut_leaves_no_half_of_a_secret(home: Home, tmp_path: Path) -> None:
+    (home.logs / "vllm.log").write_text("x" * (LINE_CHARACTERS - 20) + " " + home.token())
+    write_bundle(tmp_path / "b.zip", subject(home, {}), [])
+    with zipfile.ZipFile(tmp_path / "b.zip") as archive:
+        assert archive.read("vllm.log").decode().endswith("x (hidden)")
 
 
 def test_a_short_value_is_no_secret(home: Home) -> None:
