@@ -27,8 +27,31 @@ FORMS: Sequence[tuple[re.Pattern[str], str]] = (
     ),
     (re.compile(rf"(?i)(\b{NAMED}\\?[\"']?[ \t]{{0,4}}[:=][ \t]{{0,4}}(\\?[\"']))(?:(?!\2)[^\n])+"), rf"\1{HIDDEN}"),
     (re.compile(rf"(?i)(\b{NAMED}[ \t]{{0,4}}=[ \t]{{0,4}})[^\s\"'\\,;&]+"), rf"\1{HIDDEN}"),
+    # of several words, as no password is
+    (re.compile(r"(?i)(\b\w{0,40}passphrase[ \t]{0,4}[:=][ \t]{0,4})[^\s\"\\][^\n\"\\]*"), rf"\1{HIDDEN}"),
+    # a colon stands before words and counts, too: only what cannot be one is hidden
+    (
+        re.compile(
+            r"(?i)(\b\w{0,40}pass(?:word|wd)[ \t]{0,4}:[ \t]{0,4})(?!(?:none|null|true|false)\b)[^\s\"'\\,;]{4,}"
+        ),
+        rf"\1{HIDDEN}",
+    ),
+    (
+        re.compile(
+            rf"(?i)(\b{NAMED}[ \t]{{0,4}}:[ \t]{{0,4}})"
+            r"(?=[^\s\"'\\,;]{0,40}\d)(?=[^\s\"'\\,;]{0,40}[a-z])[^\s\"'\\,;]{8,}"
+        ),
+        rf"\1{HIDDEN}",
+    ),
+    (
+        re.compile(
+            r"(?i)(\bauthorization\\?[\"']?[ \t]{0,4}[:=][ \t]{0,4}\\?[\"']?(?:basic|token)[ \t]{1,4})[^\s\"'\\,;]+"
+        ),
+        rf"\1{HIDDEN}",
+    ),
     (re.compile(r"(\b\w{1,15}://)[^\s/@\"']+@"), rf"\1{HIDDEN}@"),
-    (re.compile(r"\bhf_[A-Za-z0-9]{16,}"), HIDDEN),
+    (re.compile(r"\b(?:(?:hf|gh[oprsu])_[A-Za-z0-9]{16,}|github_pat_\w{16,})"), HIDDEN),
+    (re.compile(r"\bsk-(?=[\w-]{0,80}\d)[\w-]{16,}"), HIDDEN),
 )
 
 
