@@ -11,6 +11,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from node.aside import making_aside
 from node.config import Config
 from node.history import KEPT_STEPS, History
 from node.home import Home, HomeError
@@ -68,8 +69,8 @@ def node_directories(directory: Path) -> list[Path]:
 
 def read_node(home: Home) -> NodeRun:
     """Of a copy of what is shown: a history of an older version is migrated there, and not in the home."""
-    with tempfile.TemporaryDirectory(prefix="shoal-report-") as aside:
-        copied = Path(aside) / "node.db"
+    with making_aside(Path(tempfile.gettempdir()), "shoal-report") as aside:
+        copied = aside / "node.db"
         copy_tables(home.database, copied, leave=LARGE_TABLES)
         history = History(copied, clock=lambda: 0.0)
         database = Database(copied)

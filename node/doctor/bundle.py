@@ -14,6 +14,7 @@ from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
+from node.aside import making_aside
 from node.disk import write_atomic
 from node.doctor.finding import Finding, Subject
 from node.history import History
@@ -98,10 +99,10 @@ def history(subject: Subject) -> dict[str, str]:
     """Events, the last steps and all held-out scores, of a copy: the node's own file is only read."""
     if not subject.home.database.exists():
         return {}
-    with tempfile.TemporaryDirectory(prefix="shoal-bundle-") as aside:
+    with making_aside(Path(tempfile.gettempdir()), "shoal-bundle") as aside:
         try:
-            copy_tables(subject.home.database, Path(aside) / "node.db", leave=LARGE_TABLES)
-            copied = History(Path(aside) / "node.db", clock=lambda: 0.0)
+            copy_tables(subject.home.database, aside / "node.db", leave=LARGE_TABLES)
+            copied = History(aside / "node.db", clock=lambda: 0.0)
         except StoreError as error:
             return {"steps.json": f"not readable: {error}"}
         try:
