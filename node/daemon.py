@@ -38,7 +38,6 @@ from node.trained import TrainedDays
 from node.training.sharded import ShardedTrainer
 from node.view import DaemonView
 from node.view_peers import members_seen
-from node.watchdog import watch
 from protocol.manifest import Manifest, check_local_limits
 from swarm.exchange import Exchange
 from swarm.experience import ExperienceStore
@@ -120,7 +119,6 @@ class Daemon:
             for name, service in (
                 ("holding", self.holding.run()),
                 ("disk", self.holding.watch_disk()),
-                ("watchdog", watch(self.progress, self.home.logs / "stacks.log")),
                 ("training", self._live(services, steps, stay)),
             ):
                 services.create_task(self.presence.told(service), name=name)

@@ -16,6 +16,7 @@ from node.history import History
 from node.home import DaemonInfo, Home
 from node.joining import keep_page_port, keep_port, listen_address, page_port
 from node.progress import Progress, innermost
+from node.watchdog import watch
 from protocol.invite import Invite
 from protocol.manifest import Manifest
 from swarm.directory import list_in_directory
@@ -124,6 +125,7 @@ class Presence:
             async with asyncio.TaskGroup() as group:
                 group.create_task(self.told(self._watch_transport()), name="transport")
                 group.create_task(self.told(self.discovery.run()), name="discovery")
+                group.create_task(self.told(watch(self.progress, self.home.logs / "stacks.log")), name="watchdog")
                 yield group
         finally:
             await web.stop()
