@@ -32,7 +32,7 @@ class CoordinatorView:
         state, reason, following = node.progress.told()
         none = dict.fromkeys(
             ("reward", "reward_start", "held_out", "held_out_start", "held_out_best", "held_out_steps", "stage_count",
-             "last_step_age", "held_by", "resumes_at", "followed")
+             "last_step_age", "held_by", "resumes_at", "policy_version", "followed")
         )  # fmt: skip
         return {
             **none,
