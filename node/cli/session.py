@@ -60,10 +60,10 @@ class Session:
 
         return load(home, self.overrides)
 
-    def client(self, timeout: float | None = None) -> Client:
-        from node.client import TIMEOUT, connect
+    def client(self) -> Client:
+        from node.client import connect
 
-        return connect(self.node(), timeout or TIMEOUT)
+        return connect(self.node())
 
     def start_logging(self, file: Path | None) -> None:
         from node.logs import set_up
