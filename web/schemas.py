@@ -38,7 +38,7 @@ def ref(name: str) -> Schema:
 
 _MEANS = array(maybe(NUMBER))
 
-_COLUMNS = (
+STEP_NUMBERS = (
     "own_groups",
     "foreign_groups",
     "own_informative",
@@ -57,6 +57,7 @@ _COLUMNS = (
     "own_reward",
     "foreign_reward",
 )
+"""What charts show of steps, in the order of its columns on disk: node/series.py writes rows by position."""
 
 SCHEMAS: dict[str, Schema] = {
     "Error": obj(error={**TEXT, "description": "what is wrong"}, fix={**TEXT, "description": "what to do about it"}),
@@ -130,7 +131,7 @@ SCHEMAS: dict[str, Schema] = {
     "Step": obj({"at": NUMBER, "reward": maybe(NUMBER)}, step=INTEGER),
     "Evaluation": obj(step=INTEGER, at=NUMBER, mean=NUMBER, scores=mapping(NUMBER)),
     "Series": obj(
-        dict.fromkeys(_COLUMNS, _MEANS),
+        dict.fromkeys(STEP_NUMBERS, _MEANS),
         first=maybe(INTEGER),
         last=maybe(INTEGER),
         width={**INTEGER, "minimum": 1, "description": "steps a point"},
