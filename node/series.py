@@ -10,28 +10,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
 from swarm.database import Database
+from web.schemas import STEP_NUMBERS
 
 WIDTHS: Final = (1, 4, 16, 64, 256, 1024)
-COLUMNS: Final = (
-    "reward",
-    "own_groups",
-    "foreign_groups",
-    "own_informative",
-    "foreign_informative",
-    "tokens_per_second",
-    "seconds",
-    "loss",
-    "kl_behaviour",
-    "entropy",
-    "clip_fraction",
-    "ess",
-    "grad_norm",
-    "max_mismatch",
-    "completion_tokens",
-    "unparsed",
-    "own_reward",
-    "foreign_reward",
-)
+COLUMNS: Final = ("reward", *STEP_NUMBERS)
 FILLED_AT_ONCE: Final = 1_000
 _PER_GROUP: Final = {"own_reward": "own_groups", "foreign_reward": "foreign_groups"}
 """Means over groups, of which a step may have none; the others are means over steps."""

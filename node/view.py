@@ -2,12 +2,8 @@
 
 import logging
 import os
-import resource
 from collections.abc import Mapping, Sequence
-from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, get_args
-
-import psutil
 
 from node.limits import Holder
 from node.scorer import ScorerError
@@ -16,6 +12,7 @@ from node.supervised import how_to_restart
 from node.view_coordinator import coordination
 from node.view_group import MAX_SIBLINGS, completions, group_summary, task_of
 from node.view_peers import members_seen, peer_graph, peers_page
+from node.view_presence import presence_facts, presence_samples
 from node.view_swarm import swarm_facts
 from swarm.experience import UnknownGroup
 from web.view import NotFound, SettingOverridden, SettingRefused
@@ -27,7 +24,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 Json = Any
-VERSION = version("shoal")
 LONG_STAGES = 3
 """Of a step: sampling, updating and scoring may each take as long as one stage may."""
 
@@ -37,19 +33,15 @@ class DaemonView:
 
     def __init__(self, daemon: "Daemon") -> None:
         self.node = daemon
-        self._process = psutil.Process(os.getpid())
 
     def status(self) -> Mapping[str, Json]:
         node, progress = self.node, self.node.progress
         now = node.clock()
-        state, reason, following = progress.told()
         first, last = node.history.first_step(), node.history.last_step()
         last = last or {}
         exchange = node.exchange.counters() if node.exchange else {}
         return {
-            "state": state,
-            "reason": node.home.hints(reason),
-            "next": node.home.hints(following),
+            **presence_facts(node, now),
             "step": _step(node.loop, last.get("step", 0)),
             "reward": last.get("reward"),
             "reward_start": (first or {}).get("reward"),
@@ -60,21 +52,13 @@ class DaemonView:
             "tokens_per_second": last.get("tokens_per_second", 0.0),
             "own_groups": last.get("own_groups", 0),
             "foreign_groups": last.get("foreign_groups", 0),
-            "peers": len(node.transport.peers()),
-            "peer_id": node.identity.peer_id,
-            "name": node.config.node.name or node.identity.peer_id[-8:],
-            "swarm": node.manifest.name if node.manifest else "",
             "stage": progress.stage,
             "stage_seconds": now - progress.since,
             "stage_count": progress.count,
             "stages": dict(progress.stages),
             "last_step_age": progress.step_age(now),
             "step_deadline": LONG_STAGES * node.config.limits.stage_seconds,
-            "rss_mb": self._process.memory_info().rss / 2**20,
-            "peak_rss_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10,
             "memory": dict(progress.memory),
-            "uptime": now - node.started_at,
-            "version": VERSION,
             "model": node.bundle.name if node.bundle else node.config.model.path,
             "engine": node.engine,
             "held_by": progress.hold.by if progress.hold else None,
@@ -176,24 +160,19 @@ class DaemonView:
         last = self.node.history.last_step() or {}
         stats, scorer, rounds = self.node.transport.stats(), self.node.scorer, self.node.rounds
         samples = {
+            **presence_samples(self.node, status),
             "shoal_step": status["step"],
-            "shoal_peers": status["peers"],
-            "shoal_up": float(status["state"] != "FAILED"),
             "shoal_reward": status["reward"],
             "shoal_held_out": status["held_out"],
             "shoal_round": rounds.following.round.number if rounds and rounds.following.round else None,
             "shoal_members": len(rounds.following.members.members) if rounds and rounds.following.members else None,
             "shoal_tokens_per_second": status["tokens_per_second"],
             "shoal_last_step_age_seconds": status["last_step_age"],
-            "shoal_resident_bytes": status["rss_mb"] * 2**20,
-            "shoal_uptime_seconds": status["uptime"],
             **{f'shoal_held{{by="{by}"}}': float(status["held_by"] == by) for by in get_args(Holder)},
             "shoal_trained_foreign_total": status["groups"]["trained_foreign"],
             "shoal_trained_followers_total": status["groups"].get("trained_followers"),
             "shoal_policy_version": status["policy_version"],
             "shoal_policy_skipped_total": _policy_skipped(self.node),
-            "shoal_network_bytes_in_total": stats.bytes_in,
-            "shoal_network_bytes_out_total": stats.bytes_out,
             "shoal_network_dropped_events_total": stats.dropped_events,
             "shoal_network_dropped_publishes_total": stats.dropped_publishes,
             "shoal_groups_published_total": status["groups"].get("published"),

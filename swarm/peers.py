@@ -21,6 +21,8 @@ DIALS_AT_ONCE = 8
 ENOUGH = 4
 """Connections with which one more or less is no reason to look up at once. A look-up asks some twenty peers: with more
 connected it becomes rarer, or a swarm of dozens spends its processors on it."""
+INTERVAL = 30.0
+"""Seconds between two look-ups once the set of peers is stable and no more than ENOUGH are connected."""
 LONGEST_INTERVAL = 300.0
 MAX_KNOWN = 512
 MAX_STRANGERS = 64
@@ -54,8 +56,7 @@ class Discovery:
     """A service: `run` until cancelled.
 
     `rendezvous`: the key under which the peers of this swarm find each other (manifest digest). `clock`: seconds,
-    monotonic. `interval`: seconds between two look-ups once the set of peers is stable and no more than ENOUGH are
-    connected. `max_peers`: no more is dialled when so many are connected. `tick`: seconds between two looks at the
+    monotonic. `max_peers`: no more is dialled when so many are connected. `tick`: seconds between two looks at the
     connections.
     """
 
@@ -66,14 +67,12 @@ class Discovery:
         rendezvous: bytes,
         *,
         clock: Callable[[], float],
-        interval: float = 30.0,
         max_peers: int = 32,
         tick: float = 0.5,
     ) -> None:
         self._transport = transport
         self._rendezvous = rendezvous
         self._clock = clock
-        self._interval = interval
         self._max_peers = max_peers
         self._tick = tick
         # Seeded by the peer id, so that nodes that lost the same bootstrap peer do not all come back at once.
@@ -150,7 +149,7 @@ class Discovery:
             self._known[peer] = KnownPeer(
                 f"/p2p/{peer}", is_bootstrap=False, last_seen=now, next_dial=now, is_stranger=True
             )
-        rarest = max(self._interval, min(LONGEST_INTERVAL, self._interval * len(self._connected) / ENOUGH))
+        rarest = max(INTERVAL, min(LONGEST_INTERVAL, INTERVAL * len(self._connected) / ENOUGH))
         self._lookup_gap = min(rarest, self._lookup_gap * 2)
         self._next_lookup = now + self._lookup_gap
 

@@ -6,13 +6,15 @@ docs/api.md describes them for users.
 import contextlib
 import functools
 import io
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 from aiohttp import web
+from aiohttp.typedefs import Handler
 
 from web.answers import Refused, answer, encode
 from web.auth import CODE_SECONDS, COOKIE_SECONDS, Auth
-from web.endpoints import BODIES, MAX_REASON, QUERIES
+from web.endpoints import GET, MAX_REASON, POST
 from web.files import Files
 from web.guard import Guard, cookie_name
 from web.live import Live
@@ -45,19 +47,19 @@ class Handlers:
             web.get("/metrics", self.metrics),
             web.post(f"{api}/login", self.new_code),
             web.post(f"{api}/logout", self.logout),
-            web.get(f"{api}/status", self.status),
-            web.get(f"{api}/steps", self.steps),
-            web.get(f"{api}/series", self.series),
-            web.get(f"{api}/evaluations", self.evaluations),
+            web.get(f"{api}/status", _answered("status", self.view.status)),
+            web.get(f"{api}/steps", _answered("steps", self.view.steps)),
+            web.get(f"{api}/series", _answered("series", self.view.series)),
+            web.get(f"{api}/evaluations", _answered("evaluations", self.view.evaluations)),
             web.get(f"{api}/groups", self.groups),
             web.get(f"{api}/groups/{{id}}", self.group),
             web.get(f"{api}/peers", self.peers),
-            web.get(f"{api}/peers/graph", self.peer_graph),
-            web.get(f"{api}/swarm", self.swarm),
+            web.get(f"{api}/peers/graph", _answered("peers/graph", self.view.peer_graph)),
+            web.get(f"{api}/swarm", _answered("swarm", self.view.swarm)),
             web.get(f"{api}/swarm/invite.svg", self.invite),
-            web.get(f"{api}/events", self.events),
+            web.get(f"{api}/events", _answered("events", self.view.events)),
             web.get(f"{api}/events/stream", self.stream, allow_head=False),
-            web.get(f"{api}/config", self.config),
+            web.get(f"{api}/config", _answered("config", self.view.config)),
             web.post(f"{api}/config", self.change),
             web.get(f"{api}/openapi.json", self.openapi),
             web.post(f"{api}/pause", self.pause),
@@ -99,12 +101,12 @@ class Handlers:
         """A one-time sign-in for a browser, for who holds the token: a session cannot make more of itself."""
         if self.guard.credential(request) != "token":
             raise Refused(403, "only the API token can make a sign-in code", "run `shoal open`")
-        await body(request, BODIES["login"])
+        await body(request, POST["login"].fields)
         code = self.auth.new_code()
         return answer({"code": code, "path": f"/login?code={code}", "expires_in": CODE_SECONDS})
 
     async def logout(self, request: web.Request) -> web.Response:
-        await body(request, BODIES["logout"])
+        await body(request, POST["logout"].fields)
         name = cookie_name(request)
         session = request.cookies.get(name, "")
         self.auth.end_session(session)
@@ -142,38 +144,22 @@ class Handlers:
 
     # -- what the node knows ----------------------------------------------------------------------------------
 
-    async def status(self, request: web.Request) -> web.Response:
-        asked(request, QUERIES["status"])
-        return answer(self.view.status())
-
-    async def steps(self, request: web.Request) -> web.Response:
-        given = asked(request, QUERIES["steps"])
-        return answer(self.view.steps(given["after"], given["limit"]))
-
-    async def series(self, request: web.Request) -> web.Response:
-        given = asked(request, QUERIES["series"])
-        return answer(self.view.series(given["points"], given["from"], given["to"]))
-
-    async def evaluations(self, request: web.Request) -> web.Response:
-        given = asked(request, QUERIES["evaluations"])
-        return answer(self.view.evaluations(given["after"], given["limit"]))
-
     async def groups(self, request: web.Request) -> web.Response:
-        given = asked(request, QUERIES["groups"])
+        given = asked(request, GET["groups"].parameters)
         before, limit = given.pop("before"), given.pop("limit")
         return answer(
             self.view.groups(before, limit, {name: value for name, value in given.items() if value is not None})
         )
 
     async def group(self, request: web.Request) -> web.Response:
-        asked(request, QUERIES["groups/{id}"])
+        asked(request, GET["groups/{id}"].parameters)
         try:
             return answer(await self.view.group(group_id(request)))
         except NotFound as missing:
             raise Refused(404, str(missing) or "no such group", "list them: shoal groups") from missing
 
     async def peers(self, request: web.Request) -> web.Response:
-        given = asked(request, QUERIES["peers"])
+        given = asked(request, GET["peers"].parameters)
         return answer(
             self.view.peers(
                 given["offset"],
@@ -184,17 +170,9 @@ class Handlers:
             )
         )
 
-    async def peer_graph(self, request: web.Request) -> web.Response:
-        asked(request, QUERIES["peers/graph"])
-        return answer(self.view.peer_graph())
-
-    async def swarm(self, request: web.Request) -> web.Response:
-        asked(request, QUERIES["swarm"])
-        return answer(self.view.swarm())
-
     async def invite(self, request: web.Request) -> web.Response:
         """The invite as a QR code, for a phone's camera or a screen across the room."""
-        asked(request, QUERIES["swarm/invite.svg"])
+        asked(request, GET["swarm/invite.svg"].parameters)
         invite = self.view.swarm().get("invite")
         if not invite:
             raise Refused(404, "this node has no invite yet", "wait until it knows its swarm: shoal status")
@@ -210,14 +188,9 @@ class Handlers:
         code.save(drawn, kind="svg", scale=4, border=4, xmldecl=False, light="#fff", title="Invite", omitsize=False)
         return web.Response(body=drawn.getvalue(), content_type="image/svg+xml", charset="utf-8")
 
-    async def events(self, request: web.Request) -> web.Response:
-        """Without `after`: the newest ones."""
-        given = asked(request, QUERIES["events"])
-        return answer(self.view.events(given["after"], given["limit"]))
-
     async def stream(self, request: web.Request) -> web.StreamResponse:
         """The status, and events from `Last-Event-ID` or `after` on; without either, those that happen from now on."""
-        parameters = QUERIES["events/stream"]
+        parameters = GET["events/stream"].parameters
         after = asked(request, parameters)["after"]
         seen = request.headers.get("Last-Event-ID")
         if seen:
@@ -229,19 +202,15 @@ class Handlers:
         session = request.cookies[cookie_name(request)] if by_session else None
         return await self.streams.send(request, self.live.blocks(after), session)
 
-    async def config(self, request: web.Request) -> web.Response:
-        asked(request, QUERIES["config"])
-        return answer(self.view.config())
-
     async def openapi(self, request: web.Request) -> web.Response:
-        asked(request, QUERIES["openapi.json"])
+        asked(request, GET["openapi.json"].parameters)
         return web.Response(text=_openapi(), content_type="application/json")
 
     # -- what a person can ask of it --------------------------------------------------------------------------
 
     async def change(self, request: web.Request) -> web.Response:
         """Change settings: all that are named, or none where one is not good."""
-        values = await body(request, BODIES["config"])
+        values = await body(request, POST["config"].fields)
         if not values:
             raise Refused(400, "no setting is named", 'send {"section.key": value}')
         kept = sorted(key for key in values if key.startswith(FOR_THE_TOKEN))
@@ -255,7 +224,7 @@ class Handlers:
 
     async def pause(self, request: web.Request) -> web.Response:
         """Pause after the step in progress, for a reason that the status shows."""
-        reason = (await body(request, BODIES["pause"])).get("reason", "asked for over the API")
+        reason = (await body(request, POST["pause"].fields)).get("reason", "asked for over the API")
         if not isinstance(reason, str) or len(reason) > MAX_REASON or not reason.isprintable():
             raise Refused(400, f"reason is not a line of at most {MAX_REASON} characters", "send a short one")
         with _training():
@@ -263,16 +232,25 @@ class Handlers:
         return answer(self.view.status(), 202)
 
     async def resume(self, request: web.Request) -> web.Response:
-        await body(request, BODIES["resume"])
+        await body(request, POST["resume"].fields)
         with _training():
             self.view.resume()
         return answer(self.view.status(), 202)
 
     async def stop(self, request: web.Request) -> web.Response:
         """Stop the daemon in good order; it answers first."""
-        await body(request, BODIES["stop"])
+        await body(request, POST["stop"].fields)
         self.view.stop()
         return answer({}, 202)
+
+
+def _answered(name: str, ask: Callable[..., Any]) -> Handler:
+    """The endpoint of a question that the view answers as it stands, of the values of the query."""
+
+    async def handler(request: web.Request) -> web.Response:
+        return answer(ask(*asked(request, GET[name].parameters).values()))
+
+    return handler
 
 
 @contextlib.contextmanager

@@ -1,42 +1,12 @@
-"""openapi.json: what /api/v1 takes and answers, for tools. Parameters come from web.endpoints, as the handlers' do."""
+"""openapi.json: what /api/v1 takes and answers, for tools. It is made of web.endpoints, as the handlers are."""
 
 from importlib.metadata import version
 from typing import Any
 
-from web.endpoints import BODIES, QUERIES
+from web.endpoints import GET, POST
 from web.queries import Choice, Number, Parameter
-from web.schemas import SCHEMAS, Schema, array, ref
+from web.schemas import SCHEMAS, Schema, ref
 
-GET: dict[str, tuple[str, Schema]] = {
-    "status": ("what the node does, why, and what to do about it", ref("Status")),
-    "steps": ("records of steps, oldest first", array(ref("Step"))),
-    "series": ("steps and held-out scores for charts, in buckets", ref("Series")),
-    "evaluations": ("held-out scores, oldest first", array(ref("Evaluation"))),
-    "groups": ("rollout groups, newest first", array(ref("GroupSummary"), maxItems=500)),
-    "groups/{id}": ("one group whole, with its prompt and completions", ref("Group")),
-    "peers": ("the peers met, with what was thought of their groups", ref("Peers")),
-    "peers/graph": ("this node's connections and whose groups it learned from", ref("PeerGraph")),
-    "swarm": ("manifest, epoch and invite (a secret where the swarm is private)", ref("Swarm")),
-    "events": ("what happened, oldest first", array(ref("Event"), maxItems=500)),
-    "config": ("every setting with its value and where that comes from", ref("Config")),
-    "openapi.json": ("this document", {"type": "object"}),
-}
-"""What a GET says, and its schema: all answers but these two are JSON."""
-OTHER = {
-    "swarm/invite.svg": ("the invite as a QR code", "image/svg+xml"),
-    "events/stream": (
-        "server-sent events: log events with ids, `status` snapshots, and `gap` where events were missed for good",
-        "text/event-stream",
-    ),
-}
-POST: dict[str, tuple[str, int, Schema]] = {
-    "pause": ("pause after the step in progress", 202, ref("Status")),
-    "resume": ("go on", 202, ref("Status")),
-    "config": ("change settings: all that are named, or none where one is not good", 200, ref("Changed")),
-    "stop": ("save and end the daemon", 202, ref("Nothing")),
-    "login": ("a one-time code that signs a browser in (token only)", 200, ref("Code")),
-    "logout": ("end the session of the cookie", 200, ref("Nothing")),
-}
 _FIELDS = {"type": "object", "additionalProperties": False}
 REFUSALS = {
     "400": "something asked for makes no sense",
@@ -55,29 +25,26 @@ REFUSALS = {
 def document() -> dict[str, Any]:
     """The whole document, as JSON values."""
     paths: dict[str, dict[str, Any]] = {}
-    for name, parameters in QUERIES.items():
-        says, content = GET[name] if name in GET else (OTHER[name][0], None)
-        kind, schema = ("application/json", content) if content else (OTHER[name][1], {"type": "string"})
+    for name, get in GET.items():
         paths[f"/{name}"] = {
             "get": {
                 "operationId": name,
-                "summary": says,
-                "parameters": [*_in_path(name), *(_parameter(*one) for one in parameters.items())],
+                "summary": get.says,
+                "parameters": [*_in_path(name), *(_parameter(*one) for one in get.parameters.items())],
                 "responses": {
-                    "200": _response(says, kind, schema),
+                    "200": _response(get.says, get.kind, get.schema),
                     **_refusals("400", "401", "403", "421", *_more(name)),
                 },
             }
         }
-    for name, (says, status, schema) in POST.items():
-        fields = BODIES[name]
-        body = {"type": "object"} if fields is None else {**_FIELDS, "properties": fields}
+    for name, post in POST.items():
+        body = {"type": "object"} if post.fields is None else {**_FIELDS, "properties": post.fields}
         paths.setdefault(f"/{name}", {})["post"] = {
             "operationId": f"post {name}",
-            "summary": says,
+            "summary": post.says,
             "requestBody": {"content": {"application/json": {"schema": body}}},
             "responses": {
-                str(status): _response(says, "application/json", schema),
+                str(post.status): _response(post.says, "application/json", post.schema),
                 **_refusals(
                     "400",
                     "401",

@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from web.probes import EXCHANGE_TROUBLE
+
 Schema = dict[str, Any]
 
 TEXT: Schema = {"type": "string"}
@@ -36,7 +38,7 @@ def ref(name: str) -> Schema:
 
 _MEANS = array(maybe(NUMBER))
 
-_COLUMNS = (
+STEP_NUMBERS = (
     "own_groups",
     "foreign_groups",
     "own_informative",
@@ -55,6 +57,7 @@ _COLUMNS = (
     "own_reward",
     "foreign_reward",
 )
+"""What charts show of steps, in the order of its columns on disk: node/series.py writes rows by position."""
 
 SCHEMAS: dict[str, Schema] = {
     "Error": obj(error={**TEXT, "description": "what is wrong"}, fix={**TEXT, "description": "what to do about it"}),
@@ -66,14 +69,14 @@ SCHEMAS: dict[str, Schema] = {
         reason=TEXT,
         next={**TEXT, "description": "what a person should do, or empty"},
         step=INTEGER,
-        reward=maybe(NUMBER),
+        reward={**maybe(NUMBER), "description": "mean of the last step"},
         reward_start=maybe(NUMBER),
         held_out=maybe(NUMBER),
         held_out_start=maybe(NUMBER),
         held_out_best=maybe(NUMBER),
-        held_out_steps=maybe(array(INTEGER, minItems=2, maxItems=2)),
+        held_out_steps={**maybe(array(INTEGER, minItems=2, maxItems=2)), "description": "first and latest"},
         tokens_per_second=NUMBER,
-        own_groups=INTEGER,
+        own_groups={**INTEGER, "description": "of the last step, as foreign_groups"},
         foreign_groups=INTEGER,
         peers=INTEGER,
         peer_id=TEXT,
@@ -81,22 +84,31 @@ SCHEMAS: dict[str, Schema] = {
         swarm=TEXT,
         stage=TEXT,
         stage_seconds=NUMBER,
-        stages=mapping(NUMBER),
-        last_step_age=maybe(NUMBER),
-        step_deadline=NUMBER,
+        stage_count={
+            **maybe(array(INTEGER, minItems=2, maxItems=2)),
+            "description": "parts of the stage done, and of how many",
+        },
+        stages={**mapping(NUMBER), "description": "seconds of each stage of the current step"},
+        last_step_age={
+            **maybe(NUMBER),
+            "description": "seconds since the last step or, if that is later, the end of a pause",
+        },
+        step_deadline={**NUMBER, "description": "seconds after which a missing step is a fault"},
         rss_mb=NUMBER,
         peak_rss_mb=NUMBER,
-        memory={**mapping(INTEGER), "description": "bytes of the trainer, by kind"},
+        memory={**mapping(INTEGER), "description": "bytes of the trainer by kind, as of the last update"},
         uptime=NUMBER,
         version=TEXT,
         model=TEXT,
+        engine={**TEXT, "description": "which one samples, and why"},
         groups=obj(
             {
                 "published": INTEGER,
                 "fetched": INTEGER,
                 "admitted": INTEGER,
                 "rejected": mapping(INTEGER),
-                "trained_followers": INTEGER,
+                **dict.fromkeys(EXCHANGE_TROUBLE, INTEGER),
+                "trained_followers": {**INTEGER, "description": "of the node's whole life, as trained_foreign"},
             },
             trained_foreign=INTEGER,
         ),
@@ -106,20 +118,26 @@ SCHEMAS: dict[str, Schema] = {
             "trained_today_seconds": NUMBER,
             "policy_version": {**maybe(INTEGER), "description": "of the policy that is published, or followed"},
             "followed": maybe(
-                obj(leader=TEXT, newest=maybe(INTEGER), issued=maybe(NUMBER), answered=maybe(NUMBER), problem=TEXT)
+                obj(
+                    leader=TEXT,
+                    newest={**maybe(INTEGER), "description": "version known"},
+                    issued=maybe(NUMBER),
+                    answered={**maybe(NUMBER), "description": "when the leader answered last"},
+                    problem=TEXT,
+                )
             ),
         },
     ),
     "Step": obj({"at": NUMBER, "reward": maybe(NUMBER)}, step=INTEGER),
     "Evaluation": obj(step=INTEGER, at=NUMBER, mean=NUMBER, scores=mapping(NUMBER)),
     "Series": obj(
-        dict.fromkeys(_COLUMNS, _MEANS),
+        dict.fromkeys(STEP_NUMBERS, _MEANS),
         first=maybe(INTEGER),
         last=maybe(INTEGER),
         width={**INTEGER, "minimum": 1, "description": "steps a point"},
-        step=array(INTEGER),
+        step={**array(INTEGER), "description": "the last one of each point"},
         reward=_MEANS,
-        reward_low=_MEANS,
+        reward_low={**_MEANS, "description": "of the steps' means"},
         reward_high=_MEANS,
         environments=mapping(_MEANS),
         evaluations=obj(step=array(INTEGER), mean=_MEANS, scores=mapping(_MEANS)),
@@ -163,7 +181,11 @@ SCHEMAS: dict[str, Schema] = {
         reward=maybe(NUMBER),
         pieces=maybe(array(obj(text=TEXT, logprob=maybe(NUMBER)))),
     ),
-    "Peers": obj(total=INTEGER, connected=INTEGER, peers=array(ref("Peer"), maxItems=500)),
+    "Peers": obj(
+        total={**INTEGER, "description": "of those searched for"},
+        connected={**INTEGER, "description": "of all"},
+        peers=array(ref("Peer"), maxItems=500),
+    ),
     "Peer": obj(
         peer_id=TEXT,
         connected=FLAG,
@@ -200,12 +222,12 @@ SCHEMAS: dict[str, Schema] = {
             "digest": TEXT,
             "epoch": obj(number=INTEGER, ends_in=NUMBER),
             "epochs": mapping(NUMBER),
-            "words": array(TEXT),
+            "words": {**array(TEXT), "description": "the manifest in sentences"},
             "private": FLAG,
-            "listed": FLAG,
-            "members": INTEGER,
+            "listed": {**FLAG, "description": "in the public directory"},
+            "members": {**INTEGER, "description": "seen in the last day"},
             "invite": TEXT,
-            "invite_caution": TEXT,
+            "invite_caution": {**TEXT, "description": "why others may not be able to use it, or empty"},
             "coordinator": {"anyOf": [ref("Coordination"), {"type": "null"}]},
         },
     },
@@ -262,7 +284,12 @@ SCHEMAS: dict[str, Schema] = {
         secret=FLAG,
     ),
     "Config": mapping(ref("Setting")),
-    "Changed": obj(applied=array(TEXT), restart=array(TEXT), restart_by=TEXT, config=mapping(ref("Setting"))),
+    "Changed": obj(
+        applied={**array(TEXT), "description": "keys in force now"},
+        restart={**array(TEXT), "description": "keys in force from the next start"},
+        restart_by={**TEXT, "description": "what a person does for it"},
+        config=mapping(ref("Setting")),
+    ),
     "Code": obj(code=TEXT, path=TEXT, expires_in=NUMBER),
     "Nothing": {"type": "object", "maxProperties": 0},
 }

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from node.cli.session import Group, Session, not_empty, swarm_name, with_session
+from node.cli.session import Group, Session, new_swarm, not_empty, swarm_name, with_session
 
 if TYPE_CHECKING:
     from node.home import Home
@@ -46,13 +46,7 @@ def coordinator() -> None:
 
 
 @coordinator.command()
-@click.argument("name", callback=swarm_name)
-@click.option(
-    "--manifest",
-    "file",
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="TOML with environments, caps and epochs; without it: the embedded curriculum",
-)
+@new_swarm
 @click.option(
     "--public",
     is_flag=True,

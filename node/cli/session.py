@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -14,7 +15,7 @@ import click
 from node.cli.errors import Reporting
 
 if TYPE_CHECKING:
-    from pathlib import Path
+    from collections.abc import Callable
 
     from node.client import Client
     from node.home import Home
@@ -60,10 +61,10 @@ class Session:
 
         return load(home, self.overrides)
 
-    def client(self, timeout: float | None = None) -> Client:
-        from node.client import TIMEOUT, connect
+    def client(self) -> Client:
+        from node.client import connect
 
-        return connect(self.node(), timeout or TIMEOUT)
+        return connect(self.node())
 
     def start_logging(self, file: Path | None) -> None:
         from node.logs import set_up
@@ -151,6 +152,18 @@ def swarm_name(context: click.Context, parameter: click.Parameter, value: str | 
         given = f"{value[:20]!r} of {len(value)} characters" if value else "it is empty"
         raise click.BadParameter(f"{given}; give a swarm 1 to {MAX_NAME} printable characters", context, parameter)
     return value
+
+
+def new_swarm(command: Callable[..., Any]) -> Callable[..., Any]:
+    """The swarm that a command begins: `name` and `file`, its manifest or None."""
+    named = click.argument("name", callback=swarm_name)
+    described = click.option(
+        "--manifest",
+        "file",
+        type=click.Path(exists=True, dir_okay=False, path_type=Path),
+        help="TOML with environments, caps and epochs; without it: the embedded curriculum",
+    )
+    return named(described(command))
 
 
 def not_empty(context: click.Context, parameter: click.Parameter, value: str | None) -> str | None:

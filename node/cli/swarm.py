@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from node.cli.session import Command, Group, Session, swarm_name, with_session
+from node.cli.session import Command, Group, Session, new_swarm, with_session
 
 if TYPE_CHECKING:
     from node.home import Home
@@ -27,13 +27,7 @@ def swarm() -> None:
 
 
 @swarm.command()
-@click.argument("name", callback=swarm_name)
-@click.option(
-    "--manifest",
-    "file",
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="TOML with environments, caps and epochs; without it: the embedded curriculum",
-)
+@new_swarm
 @click.option("--private", is_flag=True, help="only nodes with the invite's key can connect")
 @click.option("--public", is_flag=True, help="list it in the public directory: see `shoal swarm discover`")
 @with_session

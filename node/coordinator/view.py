@@ -1,14 +1,11 @@
 """The coordinator as the web layer sees it: the questions of `web.view.NodeView` that make sense without a model."""
 
-import os
-import resource
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-import psutil
-
 from node.settings import public_values
 from node.view_coordinator import coordination
+from node.view_presence import presence_facts, presence_samples
 from node.view_swarm import swarm_facts
 from web.view import NotFound, NothingToHold, SettingOverridden
 
@@ -23,39 +20,25 @@ class CoordinatorView:
 
     def __init__(self, process: "CoordinatorProcess") -> None:
         self.node = process
-        self._process = psutil.Process(os.getpid())
 
     def status(self) -> Mapping[str, Json]:
-        from importlib.metadata import version
-
         node, now = self.node, self.node.clock()
-        state, reason, following = node.progress.told()
         none = dict.fromkeys(
             ("reward", "reward_start", "held_out", "held_out_start", "held_out_best", "held_out_steps", "stage_count",
-             "last_step_age", "held_by", "resumes_at", "followed")
+             "last_step_age", "held_by", "resumes_at", "policy_version", "followed")
         )  # fmt: skip
         return {
             **none,
-            "state": state,
-            "reason": node.home.hints(reason),
-            "next": node.home.hints(following),
+            **presence_facts(node, now),
             "step": 0,
             "tokens_per_second": 0.0,
             "own_groups": 0,
             "foreign_groups": 0,
-            "peers": len(node.transport.peers()),
-            "peer_id": node.identity.peer_id,
-            "name": node.config.node.name or node.identity.peer_id[-8:],
-            "swarm": node.manifest.name if node.manifest else "",
             "stage": "coordinate",
             "stage_seconds": now - node.started_at,
             "stages": {},
             "step_deadline": node.config.limits.stage_seconds,
-            "rss_mb": self._process.memory_info().rss / 2**20,
-            "peak_rss_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10,
             "memory": {},
-            "uptime": now - node.started_at,
-            "version": version("shoal"),
             "model": "none: it coordinates",
             "engine": "",
             "trained_today_seconds": 0.0,
@@ -120,15 +103,7 @@ class CoordinatorView:
         raise SettingOverridden("a coordinator takes settings up at its next start ; stop it, then start it again")
 
     def metrics(self) -> Mapping[str, float]:
-        status, stats, lead = self.status(), self.node.transport.stats(), self.node.coordinator
-        samples = {
-            "shoal_up": float(status["state"] != "FAILED"),
-            "shoal_peers": status["peers"],
-            "shoal_resident_bytes": status["rss_mb"] * 2**20,
-            "shoal_uptime_seconds": status["uptime"],
-            "shoal_network_bytes_in_total": stats.bytes_in,
-            "shoal_network_bytes_out_total": stats.bytes_out,
-        }
+        samples, lead = presence_samples(self.node, self.status()), self.node.coordinator
         if lead is not None:
             samples["shoal_round"] = lead.following.round.number if lead.following.round else 0
             samples["shoal_members"] = len(lead.membership.members())

@@ -58,7 +58,7 @@ def fail(check: str, said: str, fix: str) -> Finding:
     return Finding(check, "fail", said, fix)
 
 
-def failed(check: str, error: BaseException, fix: str = "see `shoal logs`") -> Finding:
+def failed(check: str, error: BaseException) -> Finding:
     """Of an error that already says '<what> ; <fix>' or '<what>; <fix>', as those of this project do."""
     what, _, told = str(error).partition(" ; " if " ; " in str(error) else "; ")
-    return fail(check, what or type(error).__name__, told or fix)
+    return fail(check, what or type(error).__name__, told or "see `shoal logs`")

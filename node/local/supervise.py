@@ -60,12 +60,7 @@ def _refuse_what_nodes_would_not_see(home: Home, settings: Settings, swarm: Swar
 
 
 def supervise(
-    members: Sequence[Member],
-    steps: int | None,
-    settings: Sequence[str],
-    *,
-    show: Callable[[Sequence[Member]], None],
-    clock: Callable[[], float] = time.monotonic,
+    members: Sequence[Member], steps: int | None, settings: Sequence[str], *, show: Callable[[Sequence[Member]], None]
 ) -> None:
     """Run the swarm until Ctrl-C or until every node that trains has done `steps`.
 
@@ -79,7 +74,7 @@ def supervise(
             start(member, count, steps, settings)
         while steps is None or not _is_over(members):
             for member in members:
-                tend(member, count, steps, settings, clock())
+                tend(member, count, steps, settings, time.monotonic())
             show(members)
             time.sleep(1.0)
     except KeyboardInterrupt:

@@ -27,19 +27,7 @@ from node.interfaces import Batch, StepSkipped, TrainerLost, TrainGroup, UpdateS
 from node.models import ModelBundle, ModelError
 from node.training.local import SMALLEST_BUDGET
 from node.training.weights import weights_copied
-from node.training.worker_wire import (
-    Command,
-    Configure,
-    Done,
-    Export,
-    Failed,
-    HandOver,
-    Load,
-    Logprobs,
-    Memory,
-    Save,
-    Update,
-)
+from node.training.worker_wire import Command, Configure, Done, Failed, Files, Logprobs, Memory, Update
 from node.training.workers import Workers, WorkersLost
 
 log = logging.getLogger(__name__)
@@ -112,31 +100,31 @@ class ShardedTrainer:
 
     def save(self, directory: Path) -> None:
         """Write the model, and every worker's rows of the moments, into an existing empty directory."""
-        self._written(directory, Save)
+        self._written(directory, "save")
 
     def load(self, directory: Path) -> None:
         """Inverse of `save`, and of the local trainer's, in place. Raises CheckpointError."""
         until = self._until()
         if self._passing is None:
-            self._ask(Load(str(directory)), until)
+            self._ask(Files("load", str(directory)), until)
         else:
             with self._passed(self._passing) as seen:
                 shutil.copytree(directory, seen, dirs_exist_ok=True)
-                self._ask(Load(str(seen)), until)
+                self._ask(Files("load", str(seen)), until)
         self._take_over(until)
 
     def export(self, directory: Path) -> None:
         """Write only what inference needs: a directory `from_pretrained` loads."""
-        self._written(directory, Export)
+        self._written(directory, "export")
 
-    def _written(self, directory: Path, command: type[Save] | type[Export]) -> None:
+    def _written(self, directory: Path, do: Literal["save", "export"]) -> None:
         """Have workers write files into a directory of the node's. Raises OSError."""
         until = self._until()
         if self._passing is None:
-            self._ask(command(str(directory)), until)
+            self._ask(Files(do, str(directory)), until)
             return
         with self._passed(self._passing) as seen:
-            self._ask(command(str(seen)), until)
+            self._ask(Files(do, str(seen)), until)
             for file in seen.iterdir():
                 shutil.move(file, directory / file.name)
 
@@ -214,7 +202,7 @@ class ShardedTrainer:
         try:
             shutil.rmtree(self._handover, ignore_errors=True)
             self._handover.mkdir(parents=True)
-            sums = self._ask(HandOver(str(self._handover)), until)[0].sums
+            sums = self._ask(Files("hand_over", str(self._handover)), until)[0].sums
             load_in_place(self.bundle.model, self._handover, sums)
         except (OSError, SafetensorError) as error:
             self.workers.kill()

@@ -23,14 +23,11 @@ from node.training.worker_wire import (
     Command,
     Configure,
     Done,
-    Export,
     Failed,
+    Files,
     Frames,
-    HandOver,
-    Load,
     Logprobs,
     Memory,
-    Save,
     Setup,
     Update,
     WireError,
@@ -176,7 +173,7 @@ def _answer(command: Command, trainer: "LocalTrainer", shards: "Shards | Megatro
     except CheckpointError as error:
         return Failed("checkpoint", str(error))
     except Exception as error:
-        if isinstance(command, Save | Export | HandOver) and failed_write(error):
+        if isinstance(command, Files) and command.do != "load" and failed_write(error):
             return Failed("disk", str(error))
         raise
 
@@ -194,13 +191,13 @@ def _done(command: Command, trainer: "LocalTrainer", shards: "Shards | Megatron"
         case Logprobs(groups):
             logprobs = trainer.logprobs(groups)
             return Done(trainer.step, logprobs=logprobs if shards.rank == 0 else [])
-        case Save(directory):
+        case Files("save", directory):
             trainer.save(Path(directory))
-        case Load(directory):
+        case Files("load", directory):
             trainer.load(Path(directory))
-        case Export(directory):
+        case Files("export", directory):
             trainer.export(Path(directory))
-        case HandOver(directory):
+        case Files("hand_over", directory):
             files = shards.gather(trainer.bundle, trainer.weights.masters, Path(directory), shards.dtype)
             sums = {file: digest(Path(directory) / file) for file in files} if shards.rank == 0 else {}
             return Done(trainer.step, sums=sums)

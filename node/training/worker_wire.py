@@ -50,21 +50,10 @@ class Logprobs(msgspec.Struct, frozen=True, array_like=True, tag=True):
     groups: tuple[TrainGroup, ...]
 
 
-class Save(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    directory: str
+class Files(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """`hand_over`: write the weights in the compute type, for the node's own model."""
 
-
-class Load(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    directory: str
-
-
-class Export(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    directory: str
-
-
-class HandOver(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Write the weights in the compute type, for the node's own model."""
-
+    do: Literal["save", "load", "export", "hand_over"]
     directory: str
 
 
@@ -72,7 +61,7 @@ class Memory(msgspec.Struct, frozen=True, array_like=True, tag=True):
     pass
 
 
-Command = Configure | Update | Logprobs | Save | Load | Export | HandOver | Memory
+Command = Configure | Update | Logprobs | Files | Memory
 
 
 class Beat(msgspec.Struct, frozen=True, array_like=True, tag=True):

@@ -71,6 +71,7 @@ def test_the_view_of_a_coordinator_is_a_nodes(home: Home) -> None:
     )  # fmt: skip
     view = CoordinatorView(process)
     assert is_as_described("Status", view.status())
+    assert set(view.status()) == set(SCHEMAS["Status"]["properties"])
     assert readiness(view.status()) == []
     assert is_as_described("Swarm", view.swarm())
     assert (shown["heard"], view.swarm()["coordinator"]["heard"]) == ({me: 1.0}, {me: 2.0})

@@ -1,6 +1,7 @@
 """What the API says of a daemon whose parts are replaced here."""
 
 import json
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -11,10 +12,13 @@ import jsonschema_rs
 import msgspec
 import pytest
 
+from node.daemon import Daemon
 from node.history import History
+from node.home import Home
 from node.interfaces import Message, Task
 from node.models import ModelBundle, decode, encode_completion, load_model
 from node.scorer import ScorerError
+from node.settings import load
 from node.view import DaemonView, _step
 from node.view_group import completions, pieces, task_of
 from protocol.assignment import own_task, shared_task
@@ -218,3 +222,12 @@ def test_shared_tasks_are_known_by_their_seed() -> None:
     manifest = embedded_manifest("t", 0)
     own, shared = own_task(manifest, 3, "me", 0), shared_task(manifest, 3, 0)
     assert [task_of(replace(RECORD, task=task), manifest)["shared"] for task in (own, shared)] == [False, True]
+
+
+async def test_the_status_has_the_fields_of_its_schema_and_no_others(home: Home) -> None:
+    home.found(embedded_manifest("lab", 1e9))
+    node = Daemon(home, load(home), clock=time.time)
+    status = DaemonView(node).status()
+    assert is_as_described("Status", status)
+    assert set(status) == set(SCHEMAS["Status"]["properties"])
+    node.history.close()

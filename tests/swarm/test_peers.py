@@ -27,7 +27,7 @@ async def running(*discoveries: Discovery):
 
 
 def discovery(transport, bootstrap=(), **settings) -> Discovery:
-    settings = {"clock": time.monotonic, "interval": 1.0, "tick": 0.05, **settings}
+    settings = {"clock": time.monotonic, "tick": 0.05, **settings}
     return Discovery(transport, bootstrap, RENDEZVOUS, **settings)
 
 
@@ -137,7 +137,7 @@ async def test_look_ups_become_rarer_in_a_large_swarm_and_no_change_there_hurrie
         looked_up.append(transport.now)
 
     transport.provide = provide
-    service = discovery(transport, clock=lambda: transport.now, interval=30.0, tick=0.5)
+    service = discovery(transport, clock=lambda: transport.now, tick=0.5)
     while transport.now < 3600:
         await service.step()
         transport.now += 0.5

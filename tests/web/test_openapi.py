@@ -11,7 +11,7 @@ import schemathesis
 from schemathesis import GenerationMode
 
 from tests.web.fixture_view import TOKEN, FixtureView
-from web.endpoints import QUERIES
+from web.endpoints import GET
 from web.openapi import document
 from web.server import WebServer
 
@@ -108,6 +108,6 @@ def test_limits_are_those_of_the_handlers() -> None:
         for one in document()["paths"]["/series"]["get"]["parameters"]
         if one["in"] == "query"
     }
-    points = QUERIES["series"]["points"]
+    points = GET["series"].parameters["points"]
     assert described["points"] == {"type": "integer", "minimum": 50, "maximum": 2000, "default": points.default}
     assert set(described) == {"points", "from", "to"}

@@ -11,7 +11,7 @@ import pytest
 
 from node.home import DaemonInfo, Home
 from web.server import WebServer
-from web.view import NotFound, SettingOverridden, SettingRefused
+from web.view import NodeView, NotFound, SettingOverridden, SettingRefused
 
 STATUS: dict[str, Any] = {
     "state": "WAITING", "reason": "no peer reachable (3 tried), training alone", "next": "run shoal peers",
@@ -36,7 +36,7 @@ PEER = {
 STEP = {"step": 12, "reward": 0.25, "loss": -0.01, "own_groups": 4, "foreign_groups": 3}
 
 
-class FakeNode:
+class FakeNode(NodeView):
     """What the web layer asks of a node and the command line uses, with fixed answers. Remembers what it was asked."""
 
     def __init__(self, home: Home) -> None:
