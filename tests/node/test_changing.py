@@ -179,7 +179,7 @@ def test_two_hundred_keys_at_once(ours: Home) -> None:
 
 def test_the_view_says_what_is_in_force(ours: Home) -> None:
     present = load(ours)
-    node: Any = SimpleNamespace(settings=present, wanted=present.config)
+    node: Any = SimpleNamespace(home=ours, settings=present, wanted=present.config)
 
     def apply(values: dict[str, Any]) -> Change:
         made = change(ours, node.settings, values)
