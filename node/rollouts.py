@@ -23,6 +23,7 @@ from protocol.rollout import (
     unpack_logprobs,
     unpack_token_ids,
 )
+from protocol.text import forbidden_character
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +107,8 @@ async def scored(
     """Own rollouts from what was sampled of each task. Raises ScorerError."""
     texts = [[decode(bundle, sample.token_ids) for sample in samples] for samples in sampled]
     flat = [(ref, text) for ref, group in zip(refs, texts, strict=True) for text in group]
-    scores = iter(await scorer.score(flat))
+    found = await scorer.score(flat)
+    scores = iter([readable(text, score) for (_, text), score in zip(flat, found, strict=True)])
     return [
         Rollout(
             origin="own",
@@ -120,6 +122,17 @@ async def scored(
         )
         for i, ref in enumerate(refs)
     ]
+
+
+def readable(text: str, score: Score) -> Score:
+    """The score of an own answer, which is worth nothing where it has characters that no peer takes.
+
+    Many of them are white space to a scorer, so that a model would learn to sprinkle them at no cost, and its groups
+    would be refused everywhere.
+    """
+    if forbidden_character(text) is None:
+        return score
+    return Score(0.0, parsed=False, parts=dict.fromkeys(score.parts, 0.0), failure=score.failure)
 
 
 async def sample(
