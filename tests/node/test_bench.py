@@ -87,7 +87,7 @@ async def test_a_side_that_ends_or_hangs_is_named() -> None:
 
 
 async def test_our_step_is_the_loops(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
-    spec = {"threads": 1, "model": str(tiny_model("llama")), "steps": 1}
+    spec = {"threads": 1, "model": str(tiny_model("llama", ascii_only=True)), "steps": 1}
     result = await step_ours.measure(spec, tmp_path)
     (real,), (synthetic,) = result["steps"], result["all_informative"]
     assert synthetic["groups_skipped"] == 0
