@@ -29,7 +29,7 @@ async def watch(progress: Progress, dump: Path, *, every: float = 5.0, end: Call
     """
     warned: tuple[str, float] | None = None
     pulse = _Pulse(progress, dump, every, end)
-    pulse.start()
+    threading.Thread(target=pulse.run, name="pulse", daemon=True).start()
     try:
         while True:
             await asyncio.sleep(every)
@@ -45,12 +45,11 @@ async def watch(progress: Progress, dump: Path, *, every: float = 5.0, end: Call
         pulse.over.set()
 
 
-class _Pulse(threading.Thread):
+class _Pulse:
     """Counts its own turns between two beats of the loop: time in which the machine slept or the process was stopped
     has none of either."""
 
     def __init__(self, progress: Progress, dump: Path, every: float, end: Callable[[int], object]) -> None:
-        super().__init__(name="pulse", daemon=True)
         self.progress, self.dump, self.every, self.end = progress, dump, every, end
         self.beats = 0
         self.over = threading.Event()
