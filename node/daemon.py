@@ -222,7 +222,7 @@ class Daemon:
             print(json.dumps(ended), flush=True)  # noqa: T201 - the one value on stdout
         self.device.close()
         if self.rounds is not None:
-            self.rounds.following.log.close()
+            self.rounds.chain.log.close()
         self.trained.close()
         self.history.close()
         self.store.close()

@@ -154,7 +154,7 @@ async def make_parts(
         pool_target=0 if config.federation.follow else POOL_TARGET,
         seed=config.node.seed,
         on_event=lambda kind, message: node.history.event("info", kind, message),
-        following=node.rounds.following if node.rounds else None,
+        log_sync=node.rounds.sync if node.rounds else None,
         access=node.rounds.access if node.rounds else None,
     )
     return engines, Parts(

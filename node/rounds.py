@@ -22,10 +22,11 @@ from protocol.messages import MAX_TRAINED, ReportRequest, Trained
 from protocol.rollout import TaskRef
 from protocol.rounds import Round, State
 from swarm.coordination.access import Access
+from swarm.coordination.chain import Chain
 from swarm.coordination.entering import Entering, send_report
 from swarm.coordination.evaluation import within_bounds
+from swarm.coordination.log_sync import LogSync
 from swarm.coordination.round_log import RoundLog
-from swarm.coordination.rounds import Following
 from swarm.transport import Transport, TransportError
 
 if TYPE_CHECKING:
@@ -60,14 +61,13 @@ class Rounds:
     ) -> None:
         self.manifest, self._transport, self._clock = manifest, transport, clock
         self._timeout, self._on_event = request_timeout, on_event
-        self.following = Following(
-            transport, log, manifest, clock, request_timeout=request_timeout, seed=seed, on_event=on_event
-        )
+        self.chain = Chain(log, manifest, clock, me=transport.peer_id, on_event=on_event)
+        self.sync = LogSync(transport, self.chain, clock, request_timeout=request_timeout, seed=seed, on_event=on_event)
         self.access = Access(transport, manifest, clock, on_event=on_event)
-        self.following.on_members = self.access.take
-        if self.following.members is not None:
-            self.access.take(self.following.members)
-        self.entering = Entering(transport, self.following, token, request_timeout=request_timeout, on_event=on_event)
+        self.chain.on_members = self.access.take
+        if self.chain.members is not None:
+            self.access.take(self.chain.members)
+        self.entering = Entering(transport, self.sync, token, request_timeout=request_timeout, on_event=on_event)
         self.trained: Counter[str] = Counter()
         """Foreign groups trained on since the last report, by producer."""
         self._report: ReportRequest | None = None
@@ -88,7 +88,7 @@ class Rounds:
         The mix is of environments; tasks come by the manifest's weights, so each is taken with the chance that makes
         one of the other. The environment that the mix favours most is always taken.
         """
-        record = self.following.round
+        record = self.chain.round
         if record is None:
             return True
         specs = self.manifest.environments
@@ -101,7 +101,7 @@ class Rounds:
     async def answer(self, parts: "Parts") -> None:
         """Sample a closing round's held-out tasks with the present policy, once a round. Never waits for the network:
         `run` hands them in. Failing costs the answers, not the node."""
-        record = self.following.round
+        record = self.chain.round
         if record is None or record.state is not State.closing or not self._is_wanted(record):
             return
         # how much is asked for, and how often, is the coordinator's word: it must not keep a node from training
@@ -170,7 +170,7 @@ class Rounds:
     async def _send(self) -> None:
         while True:
             await asyncio.sleep(SEND_SECONDS)
-            report, record, leader = self._report, self.following.round, self.following.leader
+            report, record, leader = self._report, self.chain.round, self.chain.leader
             if report is None or record is None or leader is None:
                 continue
             if record.state is not State.closing or record.seed != self._seed or self._told == (record.number, leader):

@@ -128,7 +128,7 @@ class DaemonView:
             invite_caution=node.presence.invite_caution(),
             coordinator=None
             if rounds is None
-            else coordination(rounds.following, said=rounds.entering.said, listed=rounds.entering.listed),
+            else coordination(rounds.chain, said=rounds.entering.said, listed=rounds.entering.listed),
         )
 
     def events(self, after: int | None, limit: int) -> Sequence[Mapping[str, Json]]:
@@ -164,8 +164,8 @@ class DaemonView:
             "shoal_step": status["step"],
             "shoal_reward": status["reward"],
             "shoal_held_out": status["held_out"],
-            "shoal_round": rounds.following.round.number if rounds and rounds.following.round else None,
-            "shoal_members": len(rounds.following.members.members) if rounds and rounds.following.members else None,
+            "shoal_round": rounds.chain.round.number if rounds and rounds.chain.round else None,
+            "shoal_members": len(rounds.chain.members.members) if rounds and rounds.chain.members else None,
             "shoal_tokens_per_second": status["tokens_per_second"],
             "shoal_last_step_age_seconds": status["last_step_age"],
             **{f'shoal_held{{by="{by}"}}': float(status["held_by"] == by) for by in get_args(Holder)},

@@ -22,7 +22,7 @@ from protocol.rules import Reason, Rejected, check_group
 from swarm.accounts import Accounts
 from swarm.admission import Admission, Rescore, ScoringUnavailable
 from swarm.coordination.access import Access
-from swarm.coordination.rounds import Following
+from swarm.coordination.log_sync import LogSync
 from swarm.experience import ExperienceStore, StoreError
 from swarm.fetch import FetchFailed, fetch_manifest
 from swarm.gate import AnnouncementGate
@@ -53,7 +53,7 @@ class Exchange:
     """The service between a node's loop and its swarm. `run` serves until cancelled; `publish` may be called any time.
 
     `rescore` regenerates a group's task in this node's scorer. `on_event(kind, message)` is told what people should
-    see. `following` and `access`: of a swarm with coordinators, their log and who may take part.
+    see. `log_sync` and `access`: of a swarm with coordinators, their log and who may take part.
     """
 
     def __init__(
@@ -70,15 +70,15 @@ class Exchange:
         pool_target: int = POOL_TARGET,
         seed: int = 0,
         on_event: Callable[[str, str], None] = lambda kind, message: None,
-        following: Following | None = None,
+        log_sync: LogSync | None = None,
         access: Access | None = None,
     ) -> None:
         self.transport, self.store, self.manifest = transport, store, manifest
         self._identity, self._clock, self._timeout = identity, clock, request_timeout
         self.reputation = Reputation(store, clock)
-        self._following, self._access = following, access
-        if following is not None:
-            following.on_offence = lambda rejected, peer: self.accounts.offence(rejected, peer)
+        self._log_sync, self._access = log_sync, access
+        if log_sync is not None:
+            log_sync.on_offence = lambda rejected, peer: self.accounts.offence(rejected, peer)
         self._rounds_topic = rounds_topic(manifest.digest)
         self.accounts = Accounts(transport, self.reputation, clock, on_event, access.bans if access else None)
         self._gate = AnnouncementGate(manifest, clock, banned=self._barred)
@@ -221,9 +221,9 @@ class Exchange:
             tasks.create_task(self._drain(), name="exchange: drain")
             tasks.create_task(self._tidy(), name="exchange: tidy")
             tasks.create_task(self._healer.meet(), name="exchange: meet")
-            if self._following is not None:
-                self._following.serve_on(self.transport)
-                tasks.create_task(self._following.run(), name="exchange: rounds")
+            if self._log_sync is not None:
+                self._log_sync.serve_on(self.transport)
+                tasks.create_task(self._log_sync.run(), name="exchange: rounds")
             if self._access is not None:
                 tasks.create_task(self._access.run(), name="exchange: access")
             for i in range(HEALERS):
@@ -235,8 +235,8 @@ class Exchange:
         async for event in self.transport.events():
             try:
                 if isinstance(event, Message) and event.topic == self._rounds_topic:
-                    if self._following is not None:
-                        self._following.hear(event.data, event.forwarder)
+                    if self._log_sync is not None:
+                        self._log_sync.hear(event.data, event.forwarder)
                 elif isinstance(event, Message):
                     self._hearing.hear(event.data, event.forwarder)
                 elif isinstance(event, PeerConnected):
@@ -251,8 +251,8 @@ class Exchange:
         if self.reputation.is_banned(peer):
             self.accounts.refuse(peer)
             return
-        if self._following is not None:
-            self._following.met(peer)
+        if self._log_sync is not None:
+            self._log_sync.met(peer)
         if self._access is not None and self._access.refused(peer):
             return  # it may be listed soon: `swarm.coordination.access` parts from it if not
         self.reputation.seen(peer)

@@ -32,11 +32,12 @@ from protocol.messages import (
 )
 from protocol.rollout import TaskRef
 from protocol.rounds import Pace, State
+from swarm.coordination.chain import Chain
 from swarm.coordination.coordinator import Coordinator
+from swarm.coordination.log_sync import LogSync
 from swarm.coordination.membership import Membership
 from swarm.coordination.reports import Reports
 from swarm.coordination.round_log import RoundLog
-from swarm.coordination.rounds import Following
 from swarm.memory import MemoryHub
 from swarm.transport import TransportStats
 
@@ -88,13 +89,13 @@ class Lead:
     def __init__(self, hub: MemoryHub, directory: Path, identity: Identity, manifest: Manifest) -> None:
         self.transport = hub.transport(identity)
         database = directory / "node.db"
-        self.following = Following(
-            self.transport, RoundLog(database, manifest.digest, durable=True), manifest, time.time
-        )
+        log = RoundLog(database, manifest.digest, durable=True)
+        self.chain = Chain(log, manifest, time.time, me=identity.peer_id)
+        self.sync = LogSync(self.transport, self.chain, time.time)
         self.membership = Membership(database, manifest.digest, time.time, listed_only=True)
         self.reports = Reports(database, manifest.digest)
         self.coordinator = Coordinator(
-            self.transport, identity, manifest, self.following, self.membership, self.reports, _score, time.time,
+            self.transport, identity, manifest, self.sync, self.membership, self.reports, _score, time.time,
             PACE, settle=0.0,
         )  # fmt: skip
 
@@ -106,9 +107,9 @@ class Lead:
         lead._gate.check = times.of("announcement", lead._gate.check)  # type: ignore[method-assign]
         lead._heard_group = times.of("announcement", lead._heard_group)  # type: ignore[method-assign]
         lead._evaluation.score_next = times.waiting("score", lead._evaluation.score_next)  # type: ignore[method-assign]
-        following = self.following
-        following._answer_rounds = times.waiting("follow", following._answer_rounds)  # type: ignore[method-assign]
-        following._answer_list = times.waiting("follow", following._answer_list)  # type: ignore[method-assign]
+        sync = self.sync
+        sync._answer_rounds = times.waiting("follow", sync._answer_rounds)  # type: ignore[method-assign]
+        sync._answer_list = times.waiting("follow", sync._answer_list)  # type: ignore[method-assign]
 
 
 async def _score(items: Sequence[tuple[TaskRef, str]]) -> list[float]:
@@ -155,7 +156,7 @@ async def simulate(directory: Path, members: int) -> dict[str, Any]:
         return {"in": (now.bytes_in - since.bytes_in) / members, "out": (now.bytes_out - since.bytes_out) / members}
 
     def all_at(state: State) -> bool:
-        return all(one.following.round is not None and one.following.round.state is state for one in them)
+        return all(one.chain.round is not None and one.chain.round.state is state for one in them)
 
     try:
         for one in them:
@@ -165,7 +166,7 @@ async def simulate(directory: Path, members: int) -> dict[str, Any]:
                     await one.transport.connect(other.transport.addresses()[0], timeout=30)
         await stage("enter", lambda: all_at(State.open) and all(one.entering.listed for one in them))
         entered, opened = passed(begun), lead.transport.stats()
-        number = lead.following.round.number if lead.following.round else 0
+        number = lead.chain.round.number if lead.chain.round else 0
         for slot in range(GROUPS):
             for one in them:
                 await one.announce(slot)
@@ -175,9 +176,9 @@ async def simulate(directory: Path, members: int) -> dict[str, Any]:
             await one.report()
         await stage(
             "evaluate",
-            lambda: all(one.following.board is not None and one.following.board.number == number for one in them),
+            lambda: all(one.chain.board is not None and one.chain.board.number == number for one in them),
         )
-        board = them[-1].following.board
+        board = them[-1].chain.board
         if board is None or len(board.standings) != members or any(one.mean != 0.5 for one in board.standings):
             raise BenchError("the board does not have everybody's score")
     finally:
@@ -214,7 +215,7 @@ async def memory(directory: Path, members: int) -> dict[str, Any]:
             await lead.transport.answer(peer, ENTER_PROTOCOL, enter)
         await lead.coordinator.step()  # waiting
         await lead.coordinator.step()  # open
-        record = lead.following.round
+        record = lead.chain.round
         assert record is not None
         lead.reports.hear(record.number, dict.fromkeys(peers, GROUPS))
         await lead.coordinator.step()  # closing
@@ -222,10 +223,10 @@ async def memory(directory: Path, members: int) -> dict[str, Any]:
         for peer in peers:
             await lead.transport.answer(peer, ROUNDS_PROTOCOL, asks)
             await lead.transport.answer(peer, REPORT_PROTOCOL, msgspec.msgpack.encode(report))
-        while lead.following.round is not None and await lead.coordinator._evaluation.score_next(lead.following.round):
+        while lead.chain.round is not None and await lead.coordinator._evaluation.score_next(lead.chain.round):
             pass
         await lead.coordinator.step()  # evaluated
-        if lead.following.board is None or len(lead.following.board.standings) != members:
+        if lead.chain.board is None or len(lead.chain.board.standings) != members:
             raise BenchError("the board does not have everybody")
         held = tracemalloc.get_traced_memory()[0] - before
     finally:

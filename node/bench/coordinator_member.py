@@ -24,9 +24,10 @@ from protocol.manifest import Manifest
 from protocol.messages import Announcement, ReportRequest, announce_topic, rounds_topic
 from protocol.rounds import State
 from swarm.coordination.access import Access
+from swarm.coordination.chain import Chain
 from swarm.coordination.entering import Entering, send_report
+from swarm.coordination.log_sync import LogSync
 from swarm.coordination.round_log import RoundLog
-from swarm.coordination.rounds import Following
 from swarm.gate import AnnouncementGate
 from swarm.libp2p_transport import Libp2pTransport
 from swarm.peers import Discovery
@@ -47,26 +48,26 @@ class Simulated:
         self, transport: Transport, identity: Identity, manifest: Manifest, token: bytes | None, timeout: float = 300
     ) -> None:
         self.identity, self.manifest, self.transport, self._timeout = identity, manifest, transport, timeout
-        self.following = Following(
-            transport, RoundLog(Path(":memory:"), manifest.digest), manifest, time.time, request_timeout=timeout
-        )
+        log = RoundLog(Path(":memory:"), manifest.digest)
+        self.chain = Chain(log, manifest, time.time, me=identity.peer_id)
+        self.sync = LogSync(transport, self.chain, time.time, request_timeout=timeout)
         self.access = Access(transport, manifest, time.time)
-        self.following.on_members = self.access.take
-        self.entering = Entering(transport, self.following, token, request_timeout=timeout)
+        self.chain.on_members = self.access.take
+        self.entering = Entering(transport, self.sync, token, request_timeout=timeout)
 
     async def run(self) -> None:
-        self.following.serve_on(self.transport)
+        self.sync.serve_on(self.transport)
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self.following.run())
+            tasks.create_task(self.sync.run())
             tasks.create_task(self.entering.run())
             tasks.create_task(self._listen())
 
     async def _listen(self) -> None:
         async for event in self.transport.events():
             if isinstance(event, Message) and event.topic == rounds_topic(self.manifest.digest):
-                self.following.hear(event.data, event.forwarder)
+                self.sync.hear(event.data, event.forwarder)
             elif isinstance(event, PeerConnected):
-                self.following.met(event.peer)
+                self.sync.met(event.peer)
 
     async def announce(self, slot: int) -> None:
         """Say that there is a group of the task in this slot."""
@@ -81,7 +82,7 @@ class Simulated:
 
     async def report(self) -> None:
         """Hand in answers to the closing round. Raises BenchError when they are not taken, TransportError."""
-        record, leader = self.following.round, self.following.leader
+        record, leader = self.chain.round, self.chain.leader
         assert record is not None
         assert leader is not None
         answers = ("an answer of forty characters, as many are",) * (len(record.mix) * record.tasks)
@@ -116,7 +117,7 @@ async def live(spec: Mapping[str, Any], say: Say, directory: Path) -> None:
             groups += 1
             await asyncio.sleep(spec["pause"] if groups < spec["groups"] else LATER_SECONDS)
         await _until(running, lambda: _state(member) is State.closing)
-        record = member.following.round
+        record = member.chain.round
         assert record is not None
         until = time.monotonic() + TRIES_SECONDS
         while True:
@@ -128,7 +129,7 @@ async def live(spec: Mapping[str, Any], say: Say, directory: Path) -> None:
                     raise BenchError(f"the coordinator takes no report: {error}") from error
                 await asyncio.sleep(1.0)
         await _until(running, lambda: _board_of(member) >= record.number)
-        board = member.following.board
+        board = member.chain.board
         assert board is not None
         used, stats = resource.getrusage(resource.RUSAGE_SELF), transport.stats()
         say(
@@ -158,12 +159,12 @@ async def _until(running: list["asyncio.Task[None]"], is_done: Callable[[], bool
 
 
 def _state(member: Simulated) -> State | None:
-    return member.following.round.state if member.following.round else None
+    return member.chain.round.state if member.chain.round else None
 
 
 def _board_of(member: Simulated) -> int:
     """The round whose board it has; -1: none."""
-    return member.following.board.number if member.following.board else -1
+    return member.chain.board.number if member.chain.board else -1
 
 
 if __name__ == "__main__":

@@ -23,12 +23,13 @@ from protocol.manifest import Manifest, check_local_limits
 from protocol.messages import MAX_ANSWERS
 from protocol.rollout import TaskRef
 from protocol.rounds import Pace
+from swarm.coordination.chain import Chain
 from swarm.coordination.coordinator import Coordinator
 from swarm.coordination.evaluation import ScoringUnavailable
+from swarm.coordination.log_sync import LogSync
 from swarm.coordination.membership import Membership
 from swarm.coordination.reports import Reports
 from swarm.coordination.round_log import RoundLog
-from swarm.coordination.rounds import Following
 from swarm.serving import serve_manifest
 
 log = logging.getLogger(__name__)
@@ -117,10 +118,16 @@ class CoordinatorProcess:
 
     def _make(self, manifest: Manifest) -> Coordinator:
         config, database = self.config.coordinator, self.home.database
-        following = Following(
-            self.transport,
+        chain = Chain(
             RoundLog(database, manifest.digest, durable=True),
             manifest,
+            self.clock,
+            me=self.identity.peer_id,
+            on_event=self._tell,
+        )
+        sync = LogSync(
+            self.transport,
+            chain,
             self.clock,
             request_timeout=self.config.network.request_timeout,
             # a standby asks the leader this often whether it is there
@@ -140,7 +147,7 @@ class CoordinatorProcess:
             self.transport,
             self.identity,
             manifest,
-            following,
+            sync,
             Membership(
                 database,
                 manifest.digest,
@@ -172,9 +179,9 @@ class CoordinatorProcess:
     async def _say(self, coordinator: Coordinator) -> None:
         """Keep the state in words."""
         while True:
-            record, leader = coordinator.following.round, coordinator.following.leader
+            record, leader = coordinator.chain.round, coordinator.chain.leader
             present = len(coordinator.present())
-            if self.identity.peer_id in coordinator.following.faults:
+            if self.identity.peer_id in coordinator.chain.faults:
                 self.progress.say("WAITING", "members do not follow this coordinator any more: it signed two versions")
             elif not coordinator.leading:
                 self.progress.say("IDLE", f"stands by for {leader}")

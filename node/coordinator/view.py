@@ -87,7 +87,7 @@ class CoordinatorView:
             members=len(lead.membership.members()) if lead else 0,
             invite=node.presence.invite_uri(),
             invite_caution=node.presence.invite_caution(),
-            coordinator=coordination(lead.following, leading=lead.leading, heard=lead.heard()) if lead else None,
+            coordinator=coordination(lead.chain, leading=lead.leading, heard=lead.heard()) if lead else None,
         )
 
     def events(self, after: int | None, limit: int) -> Sequence[Mapping[str, Json]]:
@@ -105,7 +105,7 @@ class CoordinatorView:
     def metrics(self) -> Mapping[str, float]:
         samples, lead = presence_samples(self.node, self.status()), self.node.coordinator
         if lead is not None:
-            samples["shoal_round"] = lead.following.round.number if lead.following.round else 0
+            samples["shoal_round"] = lead.chain.round.number if lead.chain.round else 0
             samples["shoal_members"] = len(lead.membership.members())
         return {name: float(value) for name, value in samples.items()}
 

@@ -10,7 +10,7 @@ from swarm.coordination.reports import Reports
 from swarm.newest import remember
 
 PRESENT_SECONDS = 150.0
-"""A member that was not heard of for so long is not present. Each asks for the log every 30 s (rounds.py)."""
+"""A member that was not heard of for so long is not present. Each asks for the log every 30 s (log_sync.py)."""
 MAX_COUNTED = 1 << 18
 """Groups counted in one round."""
 MOST_OF_ONE = 4096

@@ -16,7 +16,7 @@ from swarm.coordination.round_log import Fault, Kept, RoundLog
 
 
 class Chain:
-    """The log of one swarm, whether it is followed (swarm/coordination/rounds.py) or only read from disk."""
+    """The log of one swarm, whether it is followed (swarm/coordination/log_sync.py) or only read from disk."""
 
     def __init__(
         self,
@@ -68,6 +68,11 @@ class Chain:
         others = (one for one in self.manifest.coordinators if one != self._me)
         return {one: self._heard[one] for one in others if one in self._heard}
 
+    def note_heard(self, peer: str) -> None:
+        """It has just answered, or signed. Of others than coordinators nobody asks, and there may be any number."""
+        if peer in self.manifest.coordinators:
+            self._heard[peer] = self._clock()
+
     # -- records ---------------------------------------------------------------------------------------------
 
     def take(self, sealed: bytes) -> bool:
@@ -99,9 +104,22 @@ class Chain:
         if coordinator in self.faults:
             return True
         if self.head is None or record.position > self.head.record.position:
-            self._heard[coordinator] = self._clock()  # an old record may be told by anybody at any time
+            self.note_heard(coordinator)  # an old record may be told by anybody at any time
             self._move(kept)
         return True
+
+    def may_relay(self, sealed: bytes) -> bool:
+        """Whether to pass a record on to others. From any thread. Raises Rejected.
+
+        Of a coordinator at fault only the proof is: who has not heard of the fault needs those records and no others.
+        """
+        try:
+            signer = open_round(sealed, self.manifest, self._clock())[0].producer
+        except Rejected as rejected:
+            if rejected.reason is not Reason.broken_commitment:  # that one proves itself
+                raise
+            signer = self._signer(sealed)
+        return signer not in self._proofs or sealed in self._proofs[signer]
 
     def _signer(self, sealed: bytes) -> str:
         """Of a record that opens."""
@@ -136,7 +154,7 @@ class Chain:
 
     # -- lists -----------------------------------------------------------------------------------------------
 
-    def _missing(self) -> list[tuple[bytes, type[MemberList] | type[Board]]]:
+    def missing_lists(self) -> list[tuple[bytes, type[MemberList] | type[Board]]]:
         """Digests of lists that the log names and that are not here."""
         named: list[tuple[bytes, type[MemberList] | type[Board]]] = []
         if self.head is not None:

@@ -47,10 +47,10 @@ from swarm.coordination.access import Access
 from swarm.coordination.attendance import PRESENT_SECONDS, Attendance
 from swarm.coordination.complaints import Complaints
 from swarm.coordination.evaluation import LATE_SECONDS, Evaluation, Score, ScoringUnavailable, most_bytes
+from swarm.coordination.log_sync import LogSync
 from swarm.coordination.membership import Membership, NotAdmitted
 from swarm.coordination.reception import IDLE_ROUNDS, Reception
 from swarm.coordination.reports import Reports
-from swarm.coordination.rounds import Following
 from swarm.database import StoreError
 from swarm.gate import AnnouncementGate
 from swarm.requests import charge, decoded
@@ -81,7 +81,7 @@ class Coordinator:
         transport: Transport,
         identity: Identity,
         manifest: Manifest,
-        following: Following,
+        sync: LogSync,
         membership: Membership,
         reports: Reports,
         score: Score,
@@ -95,10 +95,10 @@ class Coordinator:
         on_event: Callable[[str, str], None] = lambda kind, message: None,
     ) -> None:
         self._transport, self._identity, self.manifest = transport, identity, manifest
-        self.following, self.membership, self.reports = following, membership, reports
+        self.chain, self.sync, self.membership, self.reports = sync.chain, sync, membership, reports
         self._clock, self.pace, self._patience = clock, pace, patience
         self._evaluation = Evaluation(
-            manifest, following, membership, reports, score, clock, on_event, pace.answer_seconds
+            manifest, self.chain, membership, reports, score, clock, on_event, pace.answer_seconds
         )
         self._measured, self._settle, self._on_event = measured, settle, on_event
         self._started = clock()
@@ -112,7 +112,7 @@ class Coordinator:
         self._complaints = Complaints(self.access.bans, manifest.coordinators, clock, on_event)
         self._attendance = Attendance(reports, self.access, manifest.coordinators, clock)
         self._reception = Reception(
-            transport, manifest, following, membership, reports, self._attendance, clock, pace,
+            transport, manifest, self.chain, membership, reports, self._attendance, clock, pace,
             from_network=from_network,
         )  # fmt: skip
         self._gate = AnnouncementGate(manifest, clock, banned=self.access.barred)
@@ -121,18 +121,18 @@ class Coordinator:
         self._members: MemberList | None = None
         """The list as records name it."""
         self._revised = -math.inf
-        following.on_members = self.access.take
-        following.on_asked = self._attendance.saw
-        following.on_offence = self._complaints.note
-        if following.members is not None:
-            self.access.take(following.members)
+        self.chain.on_members = self.access.take
+        sync.on_asked = self._attendance.saw
+        sync.on_offence = self._complaints.note
+        if self.chain.members is not None:
+            self.access.take(self.chain.members)
 
     @property
     def leading(self) -> bool:
         """Whether this coordinator signs the rounds now."""
-        me, record = self._identity.peer_id, self.following.round
+        me, record = self._identity.peer_id, self.chain.round
         # before the first record it is the primary
-        return me not in self.following.faults and leader_of(self.manifest, record.term if record else 0) == me
+        return me not in self.chain.faults and leader_of(self.manifest, record.term if record else 0) == me
 
     def present(self) -> set[str]:
         """Members that were heard of lately."""
@@ -142,7 +142,7 @@ class Coordinator:
 
     def heard(self) -> dict[str, float]:
         """When each other coordinator was last heard of: it answered, signed, or asked for the log."""
-        heard = self.following.heard()
+        heard = self.chain.heard()
         for one in self.manifest.coordinators:
             last = max(heard.get(one, -math.inf), self._attendance.last_seen(one))
             if last > -math.inf:
@@ -152,7 +152,7 @@ class Coordinator:
     # -- the service -----------------------------------------------------------------------------------------
 
     def serve_on(self, transport: Transport) -> None:
-        self.following.serve_on(transport)
+        self.sync.serve_on(transport)
         transport.serve(ENTER_PROTOCOL, self._enter, max_request=1024)
         transport.serve(REPORT_PROTOCOL, self._report, max_request=MAX_REPORT_BYTES)
 
@@ -162,7 +162,7 @@ class Coordinator:
         for shard in range(min(self.manifest.shards, MAX_SHARDS)):
             await self._transport.subscribe(announce_topic(self.manifest.digest, shard), self._gate.check)
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self.following.run(), name="coordinator: follow")
+            tasks.create_task(self.sync.run(), name="coordinator: follow")
             tasks.create_task(self._listen(), name="coordinator: listen")
             tasks.create_task(self.access.run(), name="coordinator: access")
             tasks.create_task(self._tick(), name="coordinator: tick")
@@ -173,14 +173,14 @@ class Coordinator:
         async for event in self._transport.events():
             if isinstance(event, Message) and event.topic == topic:
                 try:
-                    self.following.hear(event.data, event.forwarder)
+                    self.sync.hear(event.data, event.forwarder)
                 except StoreError as error:  # it is asked for again
                     self._complaints.trouble("store", str(error))
             elif isinstance(event, Message):
                 self._heard_group(event.data)
             elif isinstance(event, PeerConnected):
                 self._attendance.saw(event.peer)
-                self.following.met(event.peer)
+                self.sync.met(event.peer)
             elif isinstance(event, OversizeRequest):
                 if event.protocol == REPORT_PROTOCOL and self.access.takes_part(event.peer):
                     continue  # a member's answers are as long as its model makes them
@@ -208,7 +208,7 @@ class Coordinator:
 
     async def step(self) -> None:
         """Look at the clock, the members and the other coordinators once, and sign what is to be signed."""
-        now, head = self._clock(), self.following.head
+        now, head = self._clock(), self.chain.head
         if not 0 <= now - self._looked <= STEP_SECONDS:
             self._start_anew(now)
         self._looked = now
@@ -244,23 +244,23 @@ class Coordinator:
 
     async def _stand_by(self, now: float) -> None:
         """Take over where the leader has been silent for long, or was proven false."""
-        last, me = self.following.log.last(honest=False), self._identity.peer_id
-        if last is None or me in self.following.faults:
+        last, me = self.chain.log.last(honest=False), self._identity.peer_id
+        if last is None or me in self.chain.faults:
             return
         term = next_term(self.manifest, me, last.record.term)
         # those next in line have their turn first
         turn = term - last.record.term
-        if last.coordinator in self.following.faults:
+        if last.coordinator in self.chain.faults:
             silent, wait = now - self._started, self._patience * (turn - 1)
         else:
-            heard = self.following.heard_from(last.coordinator) or -math.inf
+            heard = self.chain.heard_from(last.coordinator) or -math.inf
             if heard > now:  # by a clock that was ahead
                 heard = -math.inf
             silent, wait = now - max(heard, self._started), self._patience * turn
         if silent <= wait:
             return
-        if self.following.members is not None:
-            self.membership.adopt(self.following.members)
+        if self.chain.members is not None:
+            self.membership.adopt(self.chain.members)
         record = take_over(last.record, last.digest, term, now, self.pace, self._seed_of(term))
         self._on_event("coordinator", f"takes over from {last.coordinator}, term {term}")
         await self._sign(record, now)
@@ -269,14 +269,14 @@ class Coordinator:
         return lambda number: seed_for(self._identity, self.manifest.digest, number, term)
 
     async def _sign(self, record: Round, now: float) -> None:
-        before = self.following.round
-        await self.following.publish(seal_round(self._identity, record, now))
+        before = self.chain.round
+        await self.sync.publish(seal_round(self._identity, record, now))
         self._looked = self._clock()  # gossip may have taken its time
         if before is None or (before.number, before.state) != (record.number, record.state):
             self._on_event("round", f"round {record.number} is {record.state.name}")
 
     def _facts(self) -> Facts:
-        record, present = self.following.round, self.present()
+        record, present = self.chain.round, self.present()
         number = record.number if record else 1
         awaited = self._awaited(present)
         through = self.reports.heard(number, number) if self.pace.groups else {}
@@ -305,11 +305,11 @@ class Coordinator:
         due = now - self._revised >= REVISE_SECONDS
         if self._members is None or wanted.kicked != self._members.kicked or (due and wanted != self._members):
             self._members, self._revised = wanted, now
-            self.following.keep_list(*list_bytes(wanted))
+            self.chain.keep_list(*list_bytes(wanted))
         return list_bytes(self._members)[0]
 
     def _mix(self) -> tuple[int, ...]:
-        board = self.following.board
+        board = self.chain.board
         if board is None or not self._measured:
             return scaled([spec.weight for spec in self.manifest.environments])
         return measured_mix(self.manifest, pass_rates(board, [spec.name for spec in self.manifest.environments]))
@@ -317,7 +317,7 @@ class Coordinator:
     async def _evaluate(self) -> None:
         """Score what is handed in, some answers at a time."""
         while True:
-            record, busy = self.following.round, False
+            record, busy = self.chain.round, False
             try:
                 if self.leading and record is not None and record.state is State.closing:
                     busy = await self._evaluation.score_next(record)
@@ -335,7 +335,7 @@ class Coordinator:
         if request.swarm != self.manifest.digest:
             raise Rejected(Reason.wrong_swarm, f"asked about swarm {request.swarm.hex()[:12]}")
         if not self.leading:
-            answer = EnterResponse("", f"{self.following.leader or 'nobody'} leads now")
+            answer = EnterResponse("", f"{self.chain.leader or 'nobody'} leads now")
         else:
             try:
                 role = self._reception.let_in(peer, request.token)
@@ -365,7 +365,7 @@ class Coordinator:
 
     def _refusal(self, peer: str, request: ReportRequest) -> str:
         """Why a report is not taken; empty: it is."""
-        record = self.following.round
+        record = self.chain.round
         if not self.leading or record is None:
             return "this coordinator does not lead now"
         if record.state is not State.closing or record.number != request.number:

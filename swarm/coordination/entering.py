@@ -15,7 +15,7 @@ from protocol.messages import (
     ReportRequest,
     ReportResponse,
 )
-from swarm.coordination.rounds import Following
+from swarm.coordination.log_sync import LogSync
 from swarm.database import StoreError
 from swarm.transport import Busy, Transport, TransportError
 
@@ -31,14 +31,14 @@ class Entering:
     def __init__(
         self,
         transport: Transport,
-        following: Following,
+        sync: LogSync,
         token: bytes | None,
         *,
         request_timeout: float = 20.0,
         retry_seconds: float = RETRY_SECONDS,
         on_event: Callable[[str, str], None] = lambda kind, message: None,
     ) -> None:
-        self._transport, self._following, self._token = transport, following, token
+        self._transport, self._chain, self._sync, self._token = transport, sync.chain, sync, token
         self._timeout, self._retry_seconds, self._on_event = request_timeout, retry_seconds, on_event
         self.said = ""
 
@@ -50,7 +50,7 @@ class Entering:
     @property
     def role(self) -> Role | None:
         """What this node is on the newest list it knows; None: not on it."""
-        members = self._following.members.members if self._following.members else ()
+        members = self._chain.members.members if self._chain.members else ()
         return next((one.role for one in members if one.peer == self._transport.peer_id), None)
 
     async def run(self) -> None:
@@ -61,16 +61,16 @@ class Entering:
 
     async def ask(self) -> None:
         """Ask whoever leads, then the other coordinators, until one answers."""
-        following = self._following
-        first = [following.leader] if following.leader else []
-        for coordinator in dict.fromkeys((*first, *following.manifest.coordinators)):
+        chain = self._chain
+        first = [chain.leader] if chain.leader else []
+        for coordinator in dict.fromkeys((*first, *chain.manifest.coordinators)):
             if coordinator == self._transport.peer_id:
                 continue
-            request = EnterRequest(following.manifest.digest, self._token or b"")
+            request = EnterRequest(chain.manifest.digest, self._token or b"")
             try:
                 answer = await _ask(self._transport, coordinator, ENTER_PROTOCOL, request, EnterResponse, self._timeout)
                 if answer.role:
-                    await following.ask(coordinator)
+                    await self._sync.ask(coordinator)
             except (TransportError, msgspec.DecodeError):
                 continue
             except StoreError as error:

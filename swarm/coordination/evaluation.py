@@ -12,9 +12,9 @@ from protocol.manifest import EnvironmentSpec, Manifest
 from protocol.messages import MAX_REPORT_BYTES, ReportRequest
 from protocol.rollout import TaskRef
 from protocol.rounds import Round, is_over
+from swarm.coordination.chain import Chain
 from swarm.coordination.membership import Membership
 from swarm.coordination.reports import Reports
-from swarm.coordination.rounds import Following
 
 LATE_SECONDS = 2.0
 """An answer may be on its way when the time is over."""
@@ -83,7 +83,7 @@ class Evaluation:
     def __init__(
         self,
         manifest: Manifest,
-        following: Following,
+        chain: Chain,
         membership: Membership,
         reports: Reports,
         score: Score,
@@ -91,7 +91,7 @@ class Evaluation:
         tell: Callable[[str, str], None],
         answer_seconds: int,
     ) -> None:
-        self._manifest, self._following, self._membership = manifest, following, membership
+        self._manifest, self._chain, self._membership = manifest, chain, membership
         self._reports, self._score, self._clock, self._tell = reports, score, clock, tell
         self._answer_seconds = answer_seconds
         self._number = 0
@@ -156,7 +156,7 @@ class Evaluation:
             return b""
         if self._reports.unscored(number) and not self._is_over(record, SCORING_SECONDS):
             return b""
-        before = self._following.board
+        before = self._chain.board
         board = next_board(
             self._manifest.digest,
             number,
@@ -166,7 +166,7 @@ class Evaluation:
             self._reports.heard(number - 1, number),
         )
         digest, body = list_bytes(fitted(board))
-        self._following.keep_list(digest, body)
+        self._chain.keep_list(digest, body)
         return digest
 
     def _is_over(self, record: Round, later: float) -> bool:

@@ -6,9 +6,9 @@ from protocol.manifest import Manifest
 from protocol.rounds import Pace
 from swarm.allowance import Allowance
 from swarm.coordination.attendance import Attendance
+from swarm.coordination.chain import Chain
 from swarm.coordination.membership import Membership, NotAdmitted, network_of
 from swarm.coordination.reports import Reports
-from swarm.coordination.rounds import Following
 from swarm.transport import Busy, Transport
 
 IDLE_ROUNDS = 4
@@ -24,7 +24,7 @@ class Reception:
         self,
         transport: Transport,
         manifest: Manifest,
-        following: Following,
+        chain: Chain,
         membership: Membership,
         reports: Reports,
         attendance: Attendance,
@@ -33,7 +33,7 @@ class Reception:
         *,
         from_network: int,
     ) -> None:
-        self._transport, self._manifest, self._following = transport, manifest, following
+        self._transport, self._manifest, self._chain = transport, manifest, chain
         self._membership, self._reports, self._attendance = membership, reports, attendance
         self._clock, self._pace = clock, pace
         self._newcomers = Allowance(from_network / NETWORK_SECONDS, from_network, clock) if from_network else None
@@ -58,11 +58,11 @@ class Reception:
 
     def idle(self) -> list[str]:
         """Members that supplied nothing for IDLE_ROUNDS: who never earned credit and is not there comes first."""
-        number = self._following.round.number if self._following.round else 1
+        number = self._chain.round.number if self._chain.round else 1
         supplied = set(self._attendance.supplied(number - IDLE_ROUNDS, number))
         supplied |= self._reports.reporters(number) | self._reports.reporters(number - 1)
         since = self._clock() - IDLE_ROUNDS * (self._pace.round_seconds + self._pace.answer_seconds)
-        board = self._following.board
+        board = self._chain.board
         credited = {one.peer for one in board.standings if one.credit} if board else set()
         members = self._membership.members()
         present = self._attendance.present(one.peer for one in members)

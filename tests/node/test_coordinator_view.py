@@ -34,7 +34,7 @@ def test_the_view_of_a_coordinator_is_a_nodes(home: Home) -> None:
     pace = Pace(1, 1, 1, 1.0, 0, 2, 1)
     record = first(manifest, Facts(b"m" * 32, 0, 0, 0, b"", (1000, 500, 250, 250)), pace)
     fault = SimpleNamespace(coordinator=me, reason="equivocation", detail="signed two records")
-    following: Any = SimpleNamespace(
+    chain: Any = SimpleNamespace(
         round=record,
         board=Board(
             manifest.digest,
@@ -47,7 +47,7 @@ def test_the_view_of_a_coordinator_is_a_nodes(home: Home) -> None:
         faults={me: fault},
         heard=lambda: {me: 1.0},
     )
-    shown = coordination(following, leading=True)
+    shown = coordination(chain, leading=True)
     assert is_as_described("Coordination", shown)
     assert shown["round"]["mix"] == {
         "letter_counting": 0.5, "chain_sum": 0.25, "spell_backward": 0.125, "word_sorting": 0.125,
@@ -58,7 +58,7 @@ def test_the_view_of_a_coordinator_is_a_nodes(home: Home) -> None:
     history = SimpleNamespace(series=lambda *asked: {}, events=lambda after, limit: [], event_range=lambda: (1, 0))
     progress = SimpleNamespace(told=lambda: ("IDLE", "round 1 is waiting, 0 members present", ""))
     lead = SimpleNamespace(
-        following=following, membership=SimpleNamespace(members=lambda: [1, 2]), leading=True, heard=lambda: {me: 2.0}
+        chain=chain, membership=SimpleNamespace(members=lambda: [1, 2]), leading=True, heard=lambda: {me: 2.0}
     )
     stats = SimpleNamespace(bytes_in=1, bytes_out=2)
     process: Any = SimpleNamespace(

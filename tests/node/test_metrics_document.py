@@ -48,7 +48,7 @@ def told(monkeypatch: pytest.MonkeyPatch) -> set[str]:
         history=SimpleNamespace(last_step=lambda: Everything(step=1)),
         transport=SimpleNamespace(stats=lambda: stats),
         rounds=SimpleNamespace(
-            following=SimpleNamespace(round=SimpleNamespace(number=3), members=SimpleNamespace(members=("me",)))
+            chain=SimpleNamespace(round=SimpleNamespace(number=3), members=SimpleNamespace(members=("me",)))
         ),
         loop=SimpleNamespace(leading=SimpleNamespace(publisher=SimpleNamespace(skipped=1))),
         scorer=SimpleNamespace(answers=1, failures=0, restarts=0, turned_away=0),

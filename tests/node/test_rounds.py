@@ -43,7 +43,7 @@ class Member:
         )  # fmt: skip
         self.exchange = Exchange(
             self.transport, self.store, self.identity, MANIFEST, truthful, clock,
-            following=self.rounds.following, access=self.rounds.access,
+            log_sync=self.rounds.sync, access=self.rounds.access,
         )  # fmt: skip
         self.tasks: list[asyncio.Task[None]] = []
 
@@ -110,22 +110,22 @@ async def test_held_out_tasks_are_answered_once_and_scored(
     (lead, member), asked = pair, answered(monkeypatch)
     rounds = member.rounds
     await rounds.answer(PARTS)  # nothing to answer yet, and nobody is asked
-    await until(lambda: rounds.following.round and rounds.following.round.state is State.closing)
-    record = rounds.following.round
+    await until(lambda: rounds.chain.round and rounds.chain.round.state is State.closing)
+    record = rounds.chain.round
     assert record is not None
     rounds.trained[lead.id] = 3
     await rounds.answer(PARTS)
     await rounds.answer(PARTS)
     assert asked == [[round_task(MANIFEST, record.seed, name, i) for name in ("even", "odd") for i in range(3)]]
     assert rounds.trained == {}
-    await until(lambda: rounds.following.board is not None)
-    board = rounds.following.board
+    await until(lambda: rounds.chain.board is not None)
+    board = rounds.chain.board
     assert board is not None
     assert [(one.peer, one.scores, one.mean) for one in board.standings] == [(member.identity.peer_id, (1.0, 0.0), 0.5)]
     assert ("round", "answers to round 1 were taken") in member.events
     assert lead.reports.scored(1)[member.identity.peer_id].trained[0].groups == 3
     # a new round's tasks are others
-    await until(lambda: (found := rounds.following.round) and (found.number, found.state) == (2, State.closing), 10)
+    await until(lambda: (found := rounds.chain.round) and (found.number, found.state) == (2, State.closing), 10)
     await rounds.answer(PARTS)
     assert len(asked) == 2
     assert not set(asked[0]) & set(asked[1])
@@ -141,21 +141,21 @@ async def test_answers_that_do_not_fit_a_request_are_left_out_and_the_rest_count
         return [SimpleNamespace(texts=[f"{ref.seed % 1000} 1.0", "x" * 70_000][:n]) for ref in refs]
 
     monkeypatch.setattr(node.rounds, "sample", sample)
-    await until(lambda: rounds.following.round and rounds.following.round.state is State.closing)
+    await until(lambda: rounds.chain.round and rounds.chain.round.state is State.closing)
     await rounds.answer(PARTS)
     assert ("round", "round 1: 6 of its 12 answers are too long to be handed in, and score 0") in member.events
-    await until(lambda: rounds.following.board is not None)
-    assert rounds.following.board is not None
-    assert [one.scores for one in rounds.following.board.standings] == [(0.5, 0.5)]
+    await until(lambda: rounds.chain.board is not None)
+    assert rounds.chain.board is not None
+    assert [one.scores for one in rounds.chain.board.standings] == [(0.5, 0.5)]
 
 
 async def test_an_observer_answers_nothing(pair: tuple[Leader, Member], monkeypatch: pytest.MonkeyPatch) -> None:
     (_, member), asked = pair, answered(monkeypatch)
     rounds = member.rounds
-    await until(lambda: rounds.following.round and rounds.following.round.state is State.closing)
-    assert rounds.following.members is not None
-    watching = tuple(msgspec.structs.replace(one, role="observer") for one in rounds.following.members.members)
-    rounds.following.members = msgspec.structs.replace(rounds.following.members, members=watching)
+    await until(lambda: rounds.chain.round and rounds.chain.round.state is State.closing)
+    assert rounds.chain.members is not None
+    watching = tuple(msgspec.structs.replace(one, role="observer") for one in rounds.chain.members.members)
+    rounds.chain.members = msgspec.structs.replace(rounds.chain.members, members=watching)
     assert rounds.entering.listed
     await rounds.answer(PARTS)
     assert asked == []
@@ -172,7 +172,7 @@ async def test_more_tasks_than_there_is_time_for_hold_nobody_up(
         return []
 
     monkeypatch.setattr(node.rounds, "sample", sample)
-    await until(lambda: rounds.following.round and rounds.following.round.state is State.closing)
+    await until(lambda: rounds.chain.round and rounds.chain.round.state is State.closing)
     rounds.trained[who("bert").peer_id] = 3
     await asyncio.wait_for(rounds.answer(PARTS), 5)
     assert ("round", "round 1 is not answered: its 6 tasks were not done within 0 s") in member.events
@@ -185,8 +185,8 @@ async def test_rounds_back_to_back_leave_a_node_its_time_to_train(
 ) -> None:
     (_, member), asked = pair, answered(monkeypatch)
     rounds, now = member.rounds, [1000.0]
-    await until(lambda: rounds.following.round and rounds.following.round.state is State.closing)
-    head = rounds.following.head
+    await until(lambda: rounds.chain.round and rounds.chain.round.state is State.closing)
+    head = rounds.chain.head
     assert head is not None
     rounds._clock = lambda: now[0]
     parts = SimpleNamespace(**{**vars(PARTS), "config": SimpleNamespace(
@@ -204,7 +204,7 @@ async def test_rounds_back_to_back_leave_a_node_its_time_to_train(
         record = msgspec.structs.replace(
             head.record, number=number, seed=number.to_bytes(32, "big"), answers_by=int(now[0]) + 1000
         )
-        rounds.following.head = type(head)(head.digest, head.coordinator, record, head.sealed)
+        rounds.chain.head = type(head)(head.digest, head.coordinator, record, head.sealed)
         for _ in range(2):
             await rounds.answer(parts)
         now[0] += 10
@@ -224,15 +224,15 @@ async def test_the_mix_steers_which_assigned_tasks_are_taken(pair: tuple[Leader,
         assert all(is_assigned(MANIFEST, 0, me, ref) for ref in taken)
         return sum(ref.environment == "even" for ref in taken) / len(taken)
 
-    if rounds.following.round is None:
+    if rounds.chain.round is None:
         assert share() == pytest.approx(0.25, abs=0.08)
-    await until(lambda: rounds.following.round is not None)
+    await until(lambda: rounds.chain.round is not None)
     assert share() == pytest.approx(0.25, abs=0.08)  # the manifest's weights: 1 and 3
-    head = rounds.following.head
+    head = rounds.chain.head
     assert head is not None
     for mix, wanted in (((1000, 1000), 0.5), ((1000, 1), 1.0), ((1, 1000), 0.0)):
         record = msgspec.structs.replace(head.record, mix=mix)
-        rounds.following.head = type(head)(head.digest, head.coordinator, record, head.sealed)
+        rounds.chain.head = type(head)(head.digest, head.coordinator, record, head.sealed)
         assert share() == pytest.approx(wanted, abs=0.08)
 
 

@@ -11,12 +11,13 @@ from protocol.messages import ReportRequest, ReportResponse, Trained
 from protocol.rollout import TaskRef
 from protocol.rounds import Pace, State
 from swarm.coordination.access import Access
+from swarm.coordination.chain import Chain
 from swarm.coordination.coordinator import STEP_SECONDS, Coordinator
 from swarm.coordination.entering import Entering, send_report
+from swarm.coordination.log_sync import LogSync
 from swarm.coordination.membership import Membership
 from swarm.coordination.reports import Reports
 from swarm.coordination.round_log import RoundLog
-from swarm.coordination.rounds import Following
 from swarm.memory import MemoryHub
 from swarm.transport import Message, PeerConnected
 from tests.swarm.world import until, who
@@ -57,9 +58,8 @@ class Peer:
         self.transport = hub.transport(self.identity)
         self.events: list[tuple[str, str]] = []
         self.log = RoundLog(self.path, manifest.digest)
-        self.following = Following(
-            self.transport, self.log, manifest, clock, request_timeout=5, sync_seconds=0.2, on_event=self.told
-        )
+        self.chain = Chain(self.log, manifest, clock, me=self.id, on_event=self.told)
+        self.sync = LogSync(self.transport, self.chain, clock, request_timeout=5, sync_seconds=0.2, on_event=self.told)
         self.tasks: list[asyncio.Task[None]] = []
 
     @property
@@ -89,7 +89,7 @@ class Leader(Peer):
         self.membership = Membership(self.path, self.manifest.digest, self.clock, listed_only=self.manifest.listed_only)
         self.reports = Reports(self.path, self.manifest.digest)
         self.coordinator = Coordinator(
-            self.transport, self.identity, self.manifest, self.following, self.membership, self.reports,
+            self.transport, self.identity, self.manifest, self.sync, self.membership, self.reports,
             options.pop("score", score), self.clock, pace, patience=patience, settle=settle, on_event=self.told,
             **options,
         )  # fmt: skip
@@ -107,15 +107,15 @@ class Bare(Peer):
     def __init__(self, *common, token: bytes | None = None) -> None:
         super().__init__(*common)
         self.access = Access(self.transport, self.manifest, self.clock, grace=0.3, on_event=self.told)
-        self.following.on_members = self.access.take
+        self.chain.on_members = self.access.take
         self.entering = Entering(
-            self.transport, self.following, token, request_timeout=5, retry_seconds=0.2, on_event=self.told
+            self.transport, self.sync, token, request_timeout=5, retry_seconds=0.2, on_event=self.told
         )
 
     async def start(self) -> "Bare":
         await self.transport.start()
-        self.following.serve_on(self.transport)
-        runs = (self.following.run(), self.entering.run(), self.access.run(), self._listen())
+        self.sync.serve_on(self.transport)
+        runs = (self.sync.run(), self.entering.run(), self.access.run(), self._listen())
         self.tasks = [asyncio.create_task(run) for run in runs]
         await asyncio.sleep(0)
         return self
@@ -123,15 +123,15 @@ class Bare(Peer):
     async def _listen(self) -> None:
         async for event in self.transport.events():
             if isinstance(event, Message):
-                self.following.hear(event.data, event.forwarder)
+                self.sync.hear(event.data, event.forwarder)
             elif isinstance(event, PeerConnected):
-                self.following.met(event.peer)
+                self.sync.met(event.peer)
 
     async def answer(self, rewards: Sequence[float | None], trained: dict[str, int] | None = None) -> ReportResponse:
         """Hand in answers that score these rewards, one for each task, to whoever leads."""
         from protocol.assignment import round_task
 
-        head = self.following.round
+        head = self.chain.round
         assert head is not None
         each = head.tasks * head.samples
         answers = []
@@ -142,8 +142,8 @@ class Bare(Peer):
                 answers.append(None if reward is None else f"{ref.seed % 1000} {reward}")
         counts = tuple(Trained(peer, groups) for peer, groups in (trained or {}).items())
         report = ReportRequest(self.manifest.digest, head.number, tuple(answers), counts)
-        assert self.following.leader is not None
-        return await send_report(self.transport, self.following.leader, report, 5.0)
+        assert self.chain.leader is not None
+        return await send_report(self.transport, self.chain.leader, report, 5.0)
 
 
 class Hall:
@@ -193,7 +193,6 @@ class Hall:
 
 def is_at(peers: list[Bare] | list[Leader], number: int, state: State) -> bool:
     return all(
-        peer.following.round is not None
-        and (peer.following.round.number, peer.following.round.state) == (number, state)
+        peer.chain.round is not None and (peer.chain.round.number, peer.chain.round.state) == (number, state)
         for peer in peers
     )

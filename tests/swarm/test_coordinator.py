@@ -19,29 +19,29 @@ async def test_rounds_are_opened_closed_evaluated_and_followed_by_all(hall: Hall
     anna, bert = await hall.swarm(lead, "anna", "bert")
     both = [anna, bert]
     await until(lambda: is_at(both, 1, State.open))
-    opened = anna.following.round
+    opened = anna.chain.round
     assert opened is not None
     assert opened.mix == (333, 1000)  # the manifest's, before anything was measured
     hall.clock.ahead += PACE.round_seconds
     await until(lambda: is_at(both, 1, State.closing))
-    told = anna.following.round
+    told = anna.chain.round
     assert told is not None
     assert commitment_of(told.seed) == opened.commitment
     assert (await anna.answer([1, 0, 1, 1])).taken
     assert (await anna.answer([1, 1, 1, 1])) == ReportResponse(True, "handed in before; the first ones count")
     assert (await bert.answer([None, None, 0.5, 0.5], {anna.id: 3})).taken
-    await until(lambda: all(member.following.board is not None for member in both))
-    board = bert.following.board
+    await until(lambda: all(member.chain.board is not None for member in both))
+    board = bert.chain.board
     assert board is not None
     assert [(one.peer, one.scores, one.mean) for one in board.standings] == [
         (anna.id, (0.5, 1.0), 0.75),
         (bert.id, (None, 0.5), 0.25),
     ]
     await until(lambda: is_at(both, 2, State.open))  # all had answered: nobody waits for the time
-    following = anna.following.round
-    assert following is not None
+    after = anna.chain.round
+    assert after is not None
     # by what was measured, 0.5 and 0.75: 1 x 4 p (1 - p) to 3 x 0.75
-    assert following.mix == (444, 1000)
+    assert after.mix == (444, 1000)
     assert anna.kinds("coordinator_fault") == []
 
 
@@ -54,8 +54,8 @@ async def test_who_is_late_is_absent_and_late_answers_are_refused(hall: Hall) ->
     await until(lambda: is_at([anna, bert], 1, State.closing))
     assert (await anna.answer([1] * 4)).taken
     hall.clock.ahead += PACE.answer_seconds + 3
-    await until(lambda: anna.following.board is not None)
-    board = anna.following.board
+    await until(lambda: anna.chain.board is not None)
+    board = anna.chain.board
     assert board is not None
     assert [(one.peer, one.mean, one.best) for one in board.standings] == [(anna.id, 1.0, 1.0), (bert.id, None, None)]
     assert not (await bert.answer([1] * 4)).taken
@@ -73,8 +73,8 @@ async def test_a_gain_is_credited_to_whom_it_was_learned_from(hall: Hall) -> Non
         for member in members:
             trained = {anna.id: 1000, bert.id: 2, carl.id: 1000} if member is anna else {}
             assert (await member.answer(rewards if member is anna else [0] * 4, trained)).taken
-        await until(lambda: all(m.following.board and m.following.board.number == number for m in members))  # noqa: B023
-    board = anna.following.board
+        await until(lambda: all(m.chain.board and m.chain.board.number == number for m in members))  # noqa: B023
+    board = anna.chain.board
     assert board is not None
     # heard: 4 of carl in two rounds, of which 1000 were claimed; 2 of bert
     assert {one.peer: round(one.credit, 4) for one in board.standings} == {
@@ -100,10 +100,10 @@ async def test_a_coordinator_killed_in_mid_round_goes_on_and_loses_nothing(hall:
     lead = await hall.leader()
     anna, bert = await hall.swarm(lead, "anna", "bert")
     await until(lambda: is_at([anna, bert], 1, State.open))
-    opened = anna.following.round
+    opened = anna.chain.round
     await hall.kill(lead)
     lead = await hall.leader()
-    assert lead.following.round == opened
+    assert lead.chain.round == opened
     await until(lambda: {anna.id, bert.id} <= set(lead.transport.peers()))  # they ask for the log
     hall.clock.ahead += PACE.round_seconds
     await until(lambda: is_at([anna, bert], 1, State.closing))
@@ -111,11 +111,11 @@ async def test_a_coordinator_killed_in_mid_round_goes_on_and_loses_nothing(hall:
     await hall.kill(lead)
     lead = await hall.leader()
     assert (await bert.answer([0] * 4)).taken
-    await until(lambda: anna.following.board is not None)
-    board = anna.following.board
+    await until(lambda: anna.chain.board is not None)
+    board = anna.chain.board
     assert board is not None
     assert [(one.peer, one.mean) for one in board.standings] == [(anna.id, 1.0), (bert.id, 0.0)]
-    assert not anna.following.faults
+    assert not anna.chain.faults
 
 
 async def test_a_report_that_does_not_fit_is_refused_and_long_answers_score_nothing(hall: Hall) -> None:
@@ -147,11 +147,11 @@ async def test_a_report_that_does_not_fit_is_refused_and_long_answers_score_noth
     with pytest.raises(Busy):
         await report("0 1", "0 1", "0 1", "0 1")
     lead.reports.waiting_bytes -= MAX_WAITING
-    record = anna.following.round
+    record = anna.chain.round
     assert record is not None
     assert (await report("long " * 200, "0 1", "0 1", "0 1")).taken  # 1,000 bytes where 4 tokens are allowed
-    await until(lambda: anna.following.board is not None)
-    board = anna.following.board
+    await until(lambda: anna.chain.board is not None)
+    board = anna.chain.board
     assert board is not None
     assert board.standings[0].scores == (0.0, 0.0)
 
@@ -185,9 +185,9 @@ async def test_a_scorer_that_fails_for_a_while_holds_the_round_up(hall: Hall) ->
     hall.clock.ahead += PACE.round_seconds
     await until(lambda: is_at([anna], 1, State.closing))
     assert (await anna.answer([1, 1, 1, 1])).taken
-    await until(lambda: anna.following.board is not None)
+    await until(lambda: anna.chain.board is not None)
     assert lead.kinds("evaluate") == ["answers wait to be scored: out of breath"]
-    board = anna.following.board
+    board = anna.chain.board
     assert board is not None
     assert board.standings[0].mean == 1.0
 

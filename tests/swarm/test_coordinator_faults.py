@@ -8,7 +8,8 @@ import pytest
 
 from protocol.messages import ROUNDS_PROTOCOL, RoundsRequest, RoundsResponse, rounds_topic
 from protocol.rounds import Round, State, commitment_of, seal_round, take_over
-from swarm.coordination.rounds import Following
+from swarm.coordination.chain import Chain
+from swarm.coordination.log_sync import LogSync
 from swarm.transport import RequestFailed
 from tests.swarm.coordinated import PACE, Bare, Hall, is_at
 from tests.swarm.world import until, who
@@ -18,26 +19,26 @@ async def test_a_coordinator_that_signs_two_records_for_one_place_is_named_by_al
     lead = await hall.leader()
     anna, bert, _carl = members = await hall.swarm(lead, "anna", "bert", "carl")
     await until(lambda: is_at(members, 1, State.open))
-    record = anna.following.round
+    record = anna.chain.round
     assert record is not None
     await bert.transport.connect(anna.transport.addresses()[0], timeout=1)
     await hall.kill(lead)
     # the other version is shown to bert only
     other = seal_round(who("lead"), msgspec.structs.replace(record, closes=record.closes + 60), hall.clock())
-    assert bert.following.hear(other, who("lead").peer_id) is False
-    await until(lambda: anna.following.faults and bert.following.faults)  # bert hands the proof on
+    assert bert.sync.hear(other, who("lead").peer_id) is False
+    await until(lambda: anna.chain.faults and bert.chain.faults)  # bert hands the proof on
     for member in (anna, bert):
-        assert member.following.faults[lead.id].reason == "equivocation"
-        assert member.following.round is None  # by the clock's epochs from now on
-        assert member.following.leader is None
+        assert member.chain.faults[lead.id].reason == "equivocation"
+        assert member.chain.round is None  # by the clock's epochs from now on
+        assert member.chain.leader is None
         assert len(member.kinds("coordinator_fault")) == 1
         assert f"coordinator {lead.id}: equivocation: signed two records for open of round 1" in member.events[-1][1]
     # it stays so after a restart
     await hall.kill(anna)
     again = Bare(hall.hub, hall.path, "anna", hall.manifest, hall.clock)
-    assert lead.id in again.following.faults
-    assert again.following.round is None
-    assert again.following.hear(other, "x") is False
+    assert lead.id in again.chain.faults
+    assert again.chain.round is None
+    assert again.sync.hear(other, "x") is False
 
 
 def forged(record: Round, **changes) -> bytes:
@@ -48,7 +49,7 @@ async def test_of_a_false_coordinator_only_the_proof_is_relayed_and_a_third_node
     lead = await hall.leader()
     anna, bert = members = await hall.swarm(lead, "anna", "bert")
     await until(lambda: is_at(members, 1, State.open))
-    head = anna.following.head
+    head = anna.chain.head
     assert head is not None
     await hall.kill(lead)
     # it may sign any number of revisions, each after the one before
@@ -59,58 +60,59 @@ async def test_of_a_false_coordinator_only_the_proof_is_relayed_and_a_third_node
         previous = hashlib.sha256(signed[-1]).digest()
     first_of_two, *others = signed
     second_of_two = forged(head.record, revision=head.record.revision + 1, previous=head.digest, members=b"m" * 32)
-    assert anna.following.check("x", first_of_two)
-    assert anna.following.hear(first_of_two, "x")
-    assert anna.following.check("x", second_of_two)  # it is relayed before it is known what it proves
-    anna.following.hear(second_of_two, "x")
-    assert set(anna.following.faults) == {lead.id}
+    assert anna.sync.check("x", first_of_two)
+    assert anna.sync.hear(first_of_two, "x")
+    assert anna.sync.check("x", second_of_two)  # it is relayed before it is known what it proves
+    anna.sync.hear(second_of_two, "x")
+    assert set(anna.chain.faults) == {lead.id}
     broken = forged(
         head.record, state=State.closing, previous=head.digest, seed=b"x" * 32, answers_by=9, members=b"b" * 32
     )
     proof, rest = [first_of_two, second_of_two], [*others, broken]
-    for following in (anna.following, Following(anna.transport, anna.log, hall.manifest, hall.clock)):  # a restart
-        assert [following.check("x", sealed) for sealed in proof] == [True, True]
-        assert [following.check("x", sealed) for sealed in rest] == [False, False, False]
-    assert all(bert.following.check("x", sealed) for sealed in rest)  # it knows of no fault
+    again = Chain(anna.log, hall.manifest, hall.clock, me=anna.id)
+    for sync in (anna.sync, LogSync(anna.transport, again, hall.clock)):  # a restart
+        assert [sync.check("x", sealed) for sealed in proof] == [True, True]
+        assert [sync.check("x", sealed) for sealed in rest] == [False, False, False]
+    assert all(bert.sync.check("x", sealed) for sealed in rest)  # it knows of no fault
 
     request = msgspec.msgpack.encode(RoundsRequest(hall.manifest.digest))
-    answer = msgspec.msgpack.decode(await anna.following._answer_rounds(bert.id, request), type=RoundsResponse)
+    answer = msgspec.msgpack.decode(await anna.sync._answer_rounds(bert.id, request), type=RoundsResponse)
     assert (answer.records, list(answer.proofs)) == ((), proof)
     for sealed in proof:
-        bert.following.hear(sealed, anna.id)
-    assert bert.following.faults[lead.id].reason == "equivocation"
+        bert.sync.hear(sealed, anna.id)
+    assert bert.chain.faults[lead.id].reason == "equivocation"
 
 
 async def test_what_breaks_a_promise_is_named(hall: Hall) -> None:
     lead = await hall.leader()
     anna, bert = await hall.swarm(lead, "anna", "bert")
     await until(lambda: is_at([anna, bert], 1, State.open))
-    head, record = anna.following.head, anna.following.round
+    head, record = anna.chain.head, anna.chain.round
     assert head is not None
     assert record is not None
     await hall.kill(lead)
     lie = {"state": State.closing, "previous": head.digest, "seed": b"x" * 32, "answers_by": 9}
-    assert not anna.following.hear(forged(record, **lie), "x")
-    assert anna.following.faults[lead.id].reason == "broken_commitment"
+    assert not anna.sync.hear(forged(record, **lie), "x")
+    assert anna.chain.faults[lead.id].reason == "broken_commitment"
     changed = {**lie, "commitment": commitment_of(b"x" * 32)}
-    assert not bert.following.hear(forged(record, **changed), "x")
-    assert bert.following.faults[lead.id].reason in {"broken_chain", "broken_commitment"}
+    assert not bert.sync.hear(forged(record, **changed), "x")
+    assert bert.chain.faults[lead.id].reason in {"broken_chain", "broken_commitment"}
 
 
 async def test_what_may_not_follow_is_found_out_whichever_comes_first(hall: Hall) -> None:
     lead = await hall.leader()
     (anna,) = await hall.swarm(lead, "anna")
     await until(lambda: is_at([anna], 1, State.open))
-    head = anna.following.head
+    head = anna.chain.head
     assert head is not None
     await hall.kill(lead)
     revised = forged(head.record, revision=head.record.revision + 1, previous=head.digest, members=b"m" * 32)
     later = {"revision": head.record.revision + 2, "closes": head.record.closes + 60}
-    assert anna.following.hear(forged(head.record, previous=hashlib.sha256(revised).digest(), **later), "x")
-    assert not anna.following.faults  # nobody can tell yet
-    anna.following.hear(revised, "x")
-    assert anna.following.faults[lead.id].reason == "broken_chain"
-    assert anna.following.round is None
+    assert anna.sync.hear(forged(head.record, previous=hashlib.sha256(revised).digest(), **later), "x")
+    assert not anna.chain.faults  # nobody can tell yet
+    anna.sync.hear(revised, "x")
+    assert anna.chain.faults[lead.id].reason == "broken_chain"
+    assert anna.chain.round is None
 
 
 async def test_two_records_after_the_same_one_are_two_versions_too(hall: Hall) -> None:
@@ -118,11 +120,11 @@ async def test_two_records_after_the_same_one_are_two_versions_too(hall: Hall) -
     (anna,) = await hall.swarm(lead, "anna")
     await until(lambda: is_at([anna], 1, State.open))
     await hall.kill(lead)
-    record = anna.following.round
+    record = anna.chain.round
     assert record is not None
     # another revision, after the record that the known one follows
-    assert not anna.following.hear(forged(record, revision=record.revision + 7, members=b"x" * 32), "x")
-    assert anna.following.faults[lead.id].reason == "equivocation"
+    assert not anna.sync.hear(forged(record, revision=record.revision + 7, members=b"x" * 32), "x")
+    assert anna.chain.faults[lead.id].reason == "equivocation"
 
 
 async def test_a_term_that_a_coordinator_gives_itself_is_no_way_to_a_second_version(hall: Hall) -> None:
@@ -130,25 +132,25 @@ async def test_a_term_that_a_coordinator_gives_itself_is_no_way_to_a_second_vers
     (anna,) = await hall.swarm(lead, "anna")
     await until(lambda: is_at([anna], 1, State.open))
     await hall.kill(lead)
-    record = anna.following.round
+    record = anna.chain.round
     assert record is not None
-    before = anna.following.log.find(record.previous)
+    before = anna.chain.log.find(record.previous)
     assert before is not None
     again = take_over(before.record, before.digest, record.term + 2, hall.clock(), PACE, lambda number: b"s" * 32)
-    anna.following.hear(seal_round(who("lead"), again, hall.clock()), "x")
-    assert anna.following.faults[lead.id].reason == "equivocation"
+    anna.sync.hear(seal_round(who("lead"), again, hall.clock()), "x")
+    assert anna.chain.faults[lead.id].reason == "equivocation"
 
 
 async def test_hostile_bytes_change_nothing(hall: Hall) -> None:
     lead = await hall.leader()
     (anna,) = await hall.swarm(lead, "anna")
     await until(lambda: is_at([anna], 1, State.open))
-    head = anna.following.round
+    head = anna.chain.round
     assert head is not None
     topic = rounds_topic(hall.manifest.digest)
     for raw in (b"", b"\x97\x02" + b"\x91" * 100, seal_round(who("eve"), head, hall.clock())):
-        assert not anna.following.check("x", raw)
-        assert not anna.following.hear(raw, "x")
+        assert not anna.sync.check("x", raw)
+        assert not anna.sync.hear(raw, "x")
     eve = await hall.member("eve", anna)
     await eve.transport.publish(topic, seal_round(who("eve"), head, hall.clock()))
 
@@ -156,13 +158,14 @@ async def test_hostile_bytes_change_nothing(hall: Hall) -> None:
         return msgspec.msgpack.encode(RoundsResponse((b"rubbish", seal_round(who("eve"), head, 1.0)), (b"no proof",)))
 
     eve.transport.serve(ROUNDS_PROTOCOL, lying, max_request=1024)
-    await anna.following.ask(eve.id)
+    await anna.sync.ask(eve.id)
     eve.transport.serve(ROUNDS_PROTOCOL, lambda peer, data: asyncio.sleep(0, b"\xff" * 9), max_request=1024)
-    await anna.following.ask(eve.id)
+    await anna.sync.ask(eve.id)
+    assert anna.chain.heard_from(eve.id) is None  # only coordinators' times are kept: there may be any number of peers
     for data in (b"\xc1", msgspec.msgpack.encode(RoundsRequest(b"x" * 32))):
         with pytest.raises(RequestFailed):
             await eve.transport.request(anna.id, ROUNDS_PROTOCOL, data, max_bytes=1 << 20, timeout=1)
-    assert anna.following.round == head
-    assert not anna.following.faults
-    flood = [anna.following.check("flooder", b"") for _ in range(100)]
+    assert anna.chain.round == head
+    assert not anna.chain.faults
+    flood = [anna.sync.check("flooder", b"") for _ in range(100)]
     assert not any(flood)

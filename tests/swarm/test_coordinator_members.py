@@ -62,7 +62,7 @@ async def test_a_kicked_member_is_banned_by_all_until_it_is_forgiven(hall: Hall)
     await until(lambda: anna.access.refused(eve.id))
     await until(lambda: eve.id not in anna.transport.peers() and eve.id not in lead.transport.peers())
     assert anna.transport.refuses(eve.id)
-    record = anna.following.round
+    record = anna.chain.round
     assert record is not None
     assert (record.number, record.state) == (1, State.open)  # in the middle of the round
     with pytest.raises(NoSuchMember):
@@ -172,7 +172,7 @@ async def test_who_supplied_nothing_for_long_makes_room_in_a_full_swarm(hall: Ha
     with pytest.raises(NotAdmitted, match="full: 4 members"):  # all came lately
         membership.enter(who("anna").peer_id, b"", lead.coordinator._reception.idle)
     hall.clock.ahead += IDLE_ROUNDS * (PACE.round_seconds + PACE.answer_seconds)
-    await until(lambda: lead.following.round is not None)
+    await until(lambda: lead.chain.round is not None)
     reports.hear(1, {who("busy").peer_id: 1})
     await until(lambda: who("idle").peer_id in lead.coordinator.present())
     assert membership.enter(who("anna").peer_id, b"", lead.coordinator._reception.idle) == "member"

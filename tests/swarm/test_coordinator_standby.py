@@ -7,8 +7,8 @@ import pytest
 from protocol.messages import ROUNDS_PROTOCOL
 from protocol.rounds import Pace, State, seal_round
 from swarm.coordination.attendance import PRESENT_SECONDS
+from swarm.coordination.log_sync import MAX_WAITING as MAX_WAITING_PEERS
 from swarm.coordination.reception import IDLE_ROUNDS
-from swarm.coordination.rounds import MAX_WAITING as MAX_WAITING_PEERS
 from tests.swarm.coordinated import PACE, Clock, Hall, Leader, is_at, manifest_of
 from tests.swarm.world import until, who
 
@@ -33,7 +33,7 @@ async def test_a_killed_coordinator_does_not_take_who_is_back_first_for_all(hall
     await asyncio.sleep(0.3)
     assert is_at([lead], 1, at)
     await hall.wait(lead, PRESENT_SECONDS + 1)  # bert does not come back
-    await until(lambda: lead.following.round is not None and lead.following.round.state is not at)
+    await until(lambda: lead.chain.round is not None and lead.chain.round.state is not at)
 
 
 async def test_a_standby_forgets_old_rounds_and_counts_on_in_new_ones(hall: Hall) -> None:
@@ -64,15 +64,15 @@ async def test_a_standby_that_slept_hears_its_leader_before_it_takes_over(hall: 
     spare = Leader(hall.hub, hall.path, "spare", hall.manifest, own, patience=30, settle=0.2)
     hall.peers.append(await spare.start())
     await spare.transport.connect(lead.transport.addresses()[0], timeout=1)
-    await until(lambda: spare.following.heard_from(lead.id) is not None)
+    await until(lambda: spare.chain.heard_from(lead.id) is not None)
     await asyncio.sleep(0.3)
     own.ahead += 40
     await asyncio.sleep(0.3)
     assert not spare.coordinator.leading
     own.ahead -= 3600  # it was an hour fast all the time
-    await until(lambda: (spare.following.heard_from(lead.id) or 0) <= own())
+    await until(lambda: (spare.chain.heard_from(lead.id) or 0) <= own())
     await hall.kill(lead)
-    spare.following._heard[lead.id] = own() + 3600
+    spare.chain._heard[lead.id] = own() + 3600
     own.ahead += 9
     spare.coordinator._patience = 5
     await until(lambda: spare.coordinator.leading)
@@ -91,12 +91,12 @@ async def test_members_are_told_of_a_coordinator_whose_clock_is_ahead(hall: Hall
         said.startswith(f"the clock of coordinator {lead.id[-8:]} is 3600 s ahead of this machine's: ")
         or "3599" in said
     )
-    forged = seal_round(who("eve"), lead.following.round, ahead())
-    assert not anna.following.hear(forged, "x")
+    forged = seal_round(who("eve"), lead.chain.round, ahead())
+    assert not anna.sync.hear(forged, "x")
     assert len(anna.kinds("clock")) == 1
     assert not lead.kinds("clock")
     ahead.ahead = 0
-    await until(lambda: anna.entering.listed and anna.following.round is not None)
+    await until(lambda: anna.entering.listed and anna.chain.round is not None)
 
 
 async def test_a_leader_whose_clock_was_ahead_goes_on_when_it_is_set(hall: Hall) -> None:
@@ -104,15 +104,15 @@ async def test_a_leader_whose_clock_was_ahead_goes_on_when_it_is_set(hall: Hall)
     lead = await hall.leader(settle=0.2)
     await asyncio.sleep(0.05)
     hall.clock.ahead = 0
-    await until(lambda: lead.following.round is not None)
+    await until(lambda: lead.chain.round is not None)
     members = anna, bert = await hall.swarm(lead, "anna", "bert")
     await until(lambda: is_at(members, 1, State.open))
     own, hall.clock.ahead = Clock(), 86400  # the members' clocks are that of the hall, but anna's is right
-    anna.following._clock = bert.following._clock = own
+    anna.chain._clock = bert.chain._clock = own
     await until(lambda: is_at([lead], 1, State.closing))
     hall.clock.ahead = 0
     await until(lambda: is_at(members, 2, State.open))
-    assert not anna.following.faults
+    assert not anna.chain.faults
 
 
 @pytest.mark.parametrize("at", [State.open, State.closing])
@@ -129,32 +129,32 @@ async def test_a_standby_takes_over_in_mid_round(hall: Hall, at: State) -> None:
     else:
         await until(lambda: is_at([anna, bert], 1, State.closing))
         assert (await anna.answer([1] * 4)).taken
-    await until(lambda: is_at([spare], 1, at) and spare.following.members == lead.following.members)
+    await until(lambda: is_at([spare], 1, at) and spare.chain.members == lead.chain.members)
     assert set(lead.coordinator.heard()) == {spare.id}
-    assert lead.id in anna.following.heard()
+    assert lead.id in anna.chain.heard()
     await hall.kill(lead)
-    await until(lambda: anna.following.leader == bert.following.leader == spare.id)
+    await until(lambda: anna.chain.leader == bert.chain.leader == spare.id)
     assert spare.coordinator.leading
     assert is_at([anna, bert], 1, at)
     hall.clock.ahead += PACE.round_seconds if at is State.open else 0
     await until(lambda: is_at([anna, bert], 1, State.closing))
     assert (await anna.answer([1] * 4)).taken
     assert (await bert.answer([0] * 4)).taken
-    await until(lambda: anna.following.board is not None)
+    await until(lambda: anna.chain.board is not None)
     # the old leader comes back, hears of the new term and stands by
     lead = await hall.leader(settle=0.5)
     await lead.transport.connect(anna.transport.addresses()[0], timeout=1)
-    await until(lambda: lead.following.leader == spare.id)
+    await until(lambda: lead.chain.leader == spare.id)
     assert not lead.coordinator.leading
     await asyncio.sleep(0.3)
-    assert anna.following.leader == spare.id
-    assert not (anna.following.faults)
-    assert not (bert.following.faults)
-    assert not (lead.following.faults)
+    assert anna.chain.leader == spare.id
+    assert not (anna.chain.faults)
+    assert not (bert.chain.faults)
+    assert not (lead.chain.faults)
     # and takes its turn when the other one dies
     await hall.kill(spare)
-    await until(lambda: anna.following.leader == lead.id)
-    record = anna.following.round
+    await until(lambda: anna.chain.leader == lead.id)
+    record = anna.chain.round
     assert record is not None
     assert record.term == 2
     assert {one.peer for one in lead.membership.members()} == {anna.id, bert.id}
@@ -164,7 +164,7 @@ async def test_strangers_that_never_answer_keep_no_standby_from_its_leader(hall:
     hall.manifest = manifest_of("lead", "spare", listed_only=False)
     lead, spare = await hall.leader(patience=3), await hall.leader("spare", patience=3)
     await spare.transport.connect(lead.transport.addresses()[0], timeout=1)
-    await until(lambda: spare.following.round is not None)
+    await until(lambda: spare.chain.round is not None)
     asked = asyncio.Event()
 
     async def silent(peer: str, data: bytes) -> bytes:
@@ -179,17 +179,17 @@ async def test_strangers_that_never_answer_keep_no_standby_from_its_leader(hall:
         await stranger.connect(spare.transport.addresses()[0], timeout=1)
     await asyncio.wait_for(asked.wait(), 5)
     before = hall.clock()
-    await until(lambda: (spare.following.heard_from(lead.id) or 0) > before + 1, 10)
-    assert len(spare.following._waiting) <= MAX_WAITING_PEERS + 2
+    await until(lambda: (spare.chain.heard_from(lead.id) or 0) > before + 1, 10)
+    assert len(spare.sync._waiting) <= MAX_WAITING_PEERS + 2
     assert not spare.coordinator.leading
 
 
 async def test_without_any_coordinator_the_log_is_still_had_from_members(hall: Hall) -> None:
     lead = await hall.leader()
     (anna,) = await hall.swarm(lead, "anna")
-    await until(lambda: is_at([anna], 1, State.open) and anna.following.members is not None)
-    head = anna.following.round
+    await until(lambda: is_at([anna], 1, State.open) and anna.chain.members is not None)
+    head = anna.chain.round
     await hall.kill(lead)
     bert = await hall.member("bert", anna)
-    await until(lambda: bert.following.round == head and bert.following.members == anna.following.members)
+    await until(lambda: bert.chain.round == head and bert.chain.members == anna.chain.members)
     assert bert.access.refused(who("eve").peer_id)

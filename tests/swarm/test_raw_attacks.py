@@ -211,5 +211,5 @@ async def test_gossip_that_is_no_round_is_on_the_forwarders_account(
         if noted():
             break
     assert noted()
-    assert attack.lead.following.round is not None
-    assert not attack.lead.following.faults
+    assert attack.lead.chain.round is not None
+    assert not attack.lead.chain.faults

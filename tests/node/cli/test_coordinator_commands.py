@@ -14,10 +14,9 @@ from protocol.board import Board, MemberList, Standing, list_bytes
 from protocol.identity import Identity
 from protocol.invite import Invite
 from protocol.rounds import Facts, Pace, Round, State, advance, first, seal_round, seed_for
+from swarm.coordination.chain import Chain
 from swarm.coordination.membership import Membership, NotAdmitted
 from swarm.coordination.round_log import RoundLog
-from swarm.coordination.rounds import Following
-from swarm.memory import MemoryHub
 
 OTHER = Identity.from_seed(b"o" * 32).peer_id
 PACE = Pace(600, 60, 1, 1.0, groups=0, tasks=2, samples=1)
@@ -123,21 +122,20 @@ def kept(lead: Home, until: State) -> Round:
     """Rounds in this home's log, up to a state."""
     manifest, identity = lead.manifest(), lead.identity()
     assert manifest is not None
-    hub = MemoryHub()
-    following = Following(hub.transport(identity), RoundLog(lead.database, manifest.digest), manifest, time.time)
+    chain = Chain(RoundLog(lead.database, manifest.digest), manifest, time.time)
     members, body = list_bytes(MemberList(manifest.digest, ()))
-    following.keep_list(members, body)
+    chain.keep_list(members, body)
     standing = Standing(OTHER, (0.5, None, 1.0, 0.5), 0.5, 0.75, 0.125)
     board, raw = list_bytes(Board(manifest.digest, 1, (standing,)))
-    following.keep_list(board, raw)
+    chain.keep_list(board, raw)
     facts = Facts(members, 1, 1, 0, board, (1000, 500, 250, 250))
     record: Round | None = first(manifest, facts, PACE)
     now = time.time() - 1000
     while record is not None:
-        assert following.hear(seal_round(identity, record, time.time()), "x")
+        assert chain.take(seal_round(identity, record, time.time()))
         if record.state is until:
             return record
-        head = following.head
+        head = chain.head
         assert head is not None
         now += 700
         record = advance(record, head.digest, now, facts, PACE, lambda n: seed_for(identity, manifest.digest, n, 0))

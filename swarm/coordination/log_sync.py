@@ -1,4 +1,4 @@
-"""Follows the coordinators' log: hears records by gossip, pulls what is missing, and serves it all to others.
+"""Keeps the coordinators' log in step with the network: hears records by gossip, pulls what is missing, serves it all.
 
 The proof of a fault is passed on. Without a coordinator to follow, a node goes on by the clock's epochs as it does
 without any.
@@ -13,7 +13,6 @@ from collections.abc import Callable
 import msgspec
 
 from protocol.board import Board, MemberList, read_list
-from protocol.manifest import Manifest
 from protocol.messages import (
     LISTS_PROTOCOL,
     MAX_ANNOUNCEMENT_BYTES,
@@ -28,10 +27,8 @@ from protocol.messages import (
     rounds_topic,
 )
 from protocol.rejection import Reason, Rejected
-from protocol.rounds import open_round
 from swarm.allowance import Allowance
 from swarm.coordination.chain import Chain
-from swarm.coordination.round_log import RoundLog
 from swarm.database import StoreError
 from swarm.gate import JUDGED_ALIKE
 from swarm.requests import charge, decoded
@@ -52,14 +49,13 @@ ANSWER_RATE, ANSWER_BURST = 256 * 1024.0, 4 * 1024 * 1024.0
 LIST_TRIES = 4
 
 
-class Following(Chain):
-    """The log of one swarm. `run` until cancelled; `hear` and `met` are called by who reads the transport's events."""
+class LogSync:
+    """Of one swarm's log. `run` until cancelled; `hear` and `met` are called by who reads the transport's events."""
 
     def __init__(
         self,
         transport: Transport,
-        log: RoundLog,
-        manifest: Manifest,
+        chain: Chain,
         clock: Callable[[], float],
         *,
         request_timeout: float = 20.0,
@@ -67,8 +63,8 @@ class Following(Chain):
         seed: int = 0,
         on_event: Callable[[str, str], None] = lambda kind, message: None,
     ) -> None:
-        super().__init__(log, manifest, clock, me=transport.peer_id, on_event=on_event)
-        self._transport, self._timeout, self._sync_seconds = transport, request_timeout, sync_seconds
+        self.chain, self._manifest, self._transport = chain, chain.manifest, transport
+        self._timeout, self._sync_seconds, self._on_event = request_timeout, sync_seconds, on_event
         self._random = random.Random(f"{seed}{transport.peer_id}")
         self._gossip = Allowance(GOSSIP_RATE, GOSSIP_BURST, clock)
         self._allowance = Allowance(ANSWER_RATE, ANSWER_BURST, clock)
@@ -85,26 +81,20 @@ class Following(Chain):
     # -- hearing ---------------------------------------------------------------------------------------------
 
     def check(self, forwarder: str, data: bytes) -> bool:
-        """For gossip, in the transport's thread: whether to deliver and relay.
-
-        Of a coordinator at fault only the proof is: who has not heard of the fault needs those records and no others.
-        """
+        """For gossip, in the transport's thread: whether to deliver and relay."""
         if not self._gossip.take(forwarder):
             return False
         try:
-            signer = open_round(data, self.manifest, self._clock())[0].producer
+            return self.chain.may_relay(data)
         except Rejected as rejected:
-            if rejected.reason is not Reason.broken_commitment:
-                if rejected.reason in JUDGED_ALIKE:
-                    self._offences.append((rejected, forwarder))
-                return False
-            signer = self._signer(data)
-        return signer not in self._proofs or data in self._proofs[signer]
+            if rejected.reason in JUDGED_ALIKE:
+                self._offences.append((rejected, forwarder))
+            return False
 
     def hear(self, sealed: bytes, peer: str) -> bool:
         """Take note of a record that a peer told. True when it was valid and new. Raises StoreError."""
-        before, new = self.head, self.take(sealed)
-        if self.head is not before and self._missing():
+        before, new = self.chain.head, self.chain.take(sealed)
+        if self.chain.head is not before and self.chain.missing_lists():
             self._soon(peer)
         return new
 
@@ -117,13 +107,13 @@ class Following(Chain):
     def _soon(self, peer: str) -> None:
         if peer == self._transport.peer_id:
             return
-        if peer in self.manifest.coordinators or len(self._waiting) < MAX_WAITING:
+        if peer in self._manifest.coordinators or len(self._waiting) < MAX_WAITING:
             self._waiting[peer] = None
             self._wake.set()
 
     async def run(self) -> None:
         """Follow until cancelled. Whoever reads the transport's events hands them on."""
-        await self._transport.subscribe(rounds_topic(self.manifest.digest), self.check)
+        await self._transport.subscribe(rounds_topic(self._manifest.digest), self.check)
         for peer in self._transport.peers():
             self._soon(peer)
         async with asyncio.TaskGroup() as tasks:
@@ -136,8 +126,8 @@ class Following(Chain):
         while True:
             await asyncio.sleep(self._sync_seconds * self._random.uniform(0.75, 1.25))
             self._tell_offences()
-            if self.leader is not None:
-                self._soon(self.leader)
+            if self.chain.leader is not None:
+                self._soon(self.chain.leader)
             if peers := self._transport.peers():
                 self._soon(self._random.choice(peers))
 
@@ -150,9 +140,9 @@ class Following(Chain):
 
     def _next(self, *, coordinators_only: bool) -> str | None:
         """Whom to ask: the leader first, since a standby must not take its own slowness for the leader's silence."""
-        if self.leader in self._waiting:
-            return self.leader
-        others = (one for one in self._waiting if one in self.manifest.coordinators)
+        if self.chain.leader in self._waiting:
+            return self.chain.leader
+        others = (one for one in self._waiting if one in self._manifest.coordinators)
         return next(others, None if coordinators_only else next(iter(self._waiting), None))
 
     async def _ask_waiting(self, *, coordinators_only: bool) -> None:
@@ -173,7 +163,7 @@ class Following(Chain):
     async def ask(self, peer: str) -> None:
         """Bring the log up to what this peer has. Raises TransportError, StoreError."""
         for _ in range(SYNC_ROUNDS):
-            request = RoundsRequest(self.manifest.digest, self.head.digest if self.head else b"")
+            request = RoundsRequest(self._manifest.digest, self.chain.head.digest if self.chain.head else b"")
             raw = await self._transport.request(
                 peer,
                 ROUNDS_PROTOCOL,
@@ -186,21 +176,19 @@ class Following(Chain):
             except (msgspec.DecodeError, RecursionError) as error:
                 self.on_offence(Rejected(Reason.malformed, f"RoundsResponse: {error}"), peer)
                 return
-            self._heard[peer] = self._clock()
-            if len(self._heard) > MAX_WAITING:  # only coordinators' times are asked for
-                self._heard = {one: at for one, at in self._heard.items() if one in self.manifest.coordinators}
+            self.chain.note_heard(peer)
             for sealed in answer.proofs:
                 self.hear(sealed, peer)
             new = [self.hear(sealed, peer) for sealed in answer.records]
             if not any(new) or len(new) < MAX_ROUNDS:
                 break
-        for digest, kind in self._missing():
+        for digest, kind in self.chain.missing_lists():
             await self._pull_list(digest, kind, peer)
 
     async def _pull_list(self, digest: bytes, kind: type[MemberList] | type[Board], peer: str) -> None:
         """A list from this peer, else from the leader or another one."""
         others = self._random.sample(self._transport.peers(), min(LIST_TRIES, len(self._transport.peers())))
-        for holder in dict.fromkeys((peer, *([self.leader] if self.leader else []), *others)):
+        for holder in dict.fromkeys((peer, *([self.chain.leader] if self.chain.leader else []), *others)):
             try:
                 body = await self._transport.request(
                     holder,
@@ -213,11 +201,13 @@ class Following(Chain):
                 continue
             if hashlib.sha256(body).digest() == digest:
                 try:
-                    read_list(body, kind, self.manifest.digest)
+                    read_list(body, kind, self._manifest.digest)
                 except Rejected as rejected:  # the coordinator signed the digest of what is no list
-                    self._on_event("coordinator_fault", f"{self.leader}: a list that cannot be read: {rejected.detail}")
+                    self._on_event(
+                        "coordinator_fault", f"{self.chain.leader}: a list that cannot be read: {rejected.detail}"
+                    )
                 else:
-                    self.keep_list(digest, body)
+                    self.chain.keep_list(digest, body)
                 return
 
     # -- serving ---------------------------------------------------------------------------------------------
@@ -229,17 +219,17 @@ class Following(Chain):
     async def _answer_rounds(self, peer: str, data: bytes) -> bytes:
         charge(self._allowance, peer)
         request = decoded(data, RoundsRequest, peer, self.on_offence)
-        if request.swarm != self.manifest.digest:
+        if request.swarm != self._manifest.digest:
             raise Rejected(Reason.wrong_swarm, f"asked about swarm {request.swarm.hex()[:12]}")
         self.on_asked(peer)
-        proofs = [sealed for fault in self.faults.values() for sealed in (fault.first, fault.second) if sealed]
-        records = self.log.after(request.after, MAX_ROUNDS)
+        proofs = [sealed for fault in self.chain.faults.values() for sealed in (fault.first, fault.second) if sealed]
+        records = self.chain.log.after(request.after, MAX_ROUNDS)
         return self._counted(peer, msgspec.msgpack.encode(RoundsResponse(tuple(records), tuple(proofs))))
 
     async def _answer_list(self, peer: str, data: bytes) -> bytes:
         charge(self._allowance, peer)
         request = decoded(data, ListRequest, peer, self.on_offence)
-        return self._counted(peer, self.log.list_body(request.digest) or b"")
+        return self._counted(peer, self.chain.log.list_body(request.digest) or b"")
 
     def _counted(self, peer: str, answer: bytes) -> bytes:
         self._allowance.spend(peer, len(answer))
@@ -253,6 +243,6 @@ class Following(Chain):
             raise StoreError("an own record does not fit the log")
         try:
             async with asyncio.timeout(self._timeout):
-                await self._transport.publish(rounds_topic(self.manifest.digest), sealed)
+                await self._transport.publish(rounds_topic(self._manifest.digest), sealed)
         except (TransportError, TimeoutError):
             return  # members ask for it
