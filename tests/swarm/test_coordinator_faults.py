@@ -10,8 +10,9 @@ from protocol.messages import ROUNDS_PROTOCOL, RoundsRequest, RoundsResponse, ro
 from protocol.rounds import Round, State, commitment_of, seal_round, take_over
 from swarm.coordination.chain import Chain
 from swarm.coordination.log_sync import LogSync
+from swarm.coordination.round_log import Kept
 from swarm.transport import RequestFailed
-from tests.swarm.coordinated import PACE, Bare, Hall, is_at
+from tests.swarm.coordinated import PACE, Bare, Hall, Leader, is_at
 from tests.swarm.world import until, who
 
 
@@ -99,13 +100,18 @@ async def test_what_breaks_a_promise_is_named(hall: Hall) -> None:
     assert bert.chain.faults[lead.id].reason in {"broken_chain", "broken_commitment"}
 
 
-async def test_what_may_not_follow_is_found_out_whichever_comes_first(hall: Hall) -> None:
+async def left(hall: Hall) -> tuple[Leader, Bare, Kept]:
+    """A leader that is gone, a member that knows of its first round, and the newest record of that."""
     lead = await hall.leader()
     (anna,) = await hall.swarm(lead, "anna")
     await until(lambda: is_at([anna], 1, State.open))
-    head = anna.chain.head
-    assert head is not None
     await hall.kill(lead)
+    assert anna.chain.head is not None
+    return lead, anna, anna.chain.head
+
+
+async def test_what_may_not_follow_is_found_out_whichever_comes_first(hall: Hall) -> None:
+    lead, anna, head = await left(hall)
     revised = forged(head.record, revision=head.record.revision + 1, previous=head.digest, members=b"m" * 32)
     later = {"revision": head.record.revision + 2, "closes": head.record.closes + 60}
     assert anna.sync.hear(forged(head.record, previous=hashlib.sha256(revised).digest(), **later), "x")
@@ -116,27 +122,17 @@ async def test_what_may_not_follow_is_found_out_whichever_comes_first(hall: Hall
 
 
 async def test_two_records_after_the_same_one_are_two_versions_too(hall: Hall) -> None:
-    lead = await hall.leader()
-    (anna,) = await hall.swarm(lead, "anna")
-    await until(lambda: is_at([anna], 1, State.open))
-    await hall.kill(lead)
-    record = anna.chain.round
-    assert record is not None
+    lead, anna, head = await left(hall)
     # another revision, after the record that the known one follows
-    assert not anna.sync.hear(forged(record, revision=record.revision + 7, members=b"x" * 32), "x")
+    assert not anna.sync.hear(forged(head.record, revision=head.record.revision + 7, members=b"x" * 32), "x")
     assert anna.chain.faults[lead.id].reason == "equivocation"
 
 
 async def test_a_term_that_a_coordinator_gives_itself_is_no_way_to_a_second_version(hall: Hall) -> None:
-    lead = await hall.leader()
-    (anna,) = await hall.swarm(lead, "anna")
-    await until(lambda: is_at([anna], 1, State.open))
-    await hall.kill(lead)
-    record = anna.chain.round
-    assert record is not None
-    before = anna.chain.log.find(record.previous)
+    lead, anna, head = await left(hall)
+    before = anna.chain.log.find(head.record.previous)
     assert before is not None
-    again = take_over(before.record, before.digest, record.term + 2, hall.clock(), PACE, lambda number: b"s" * 32)
+    again = take_over(before.record, before.digest, head.record.term + 2, hall.clock(), PACE, lambda number: b"s" * 32)
     anna.sync.hear(seal_round(who("lead"), again, hall.clock()), "x")
     assert anna.chain.faults[lead.id].reason == "equivocation"
 
