@@ -372,11 +372,10 @@ class Scorer:
 def make_scorer(
     environments: Sequence[EnvironmentSpec],
     limits: LimitsConfig,
-    kind: type[Scorer] = Scorer,
     crew: Crew | None = None,
 ) -> Scorer:
     """The scorer of a node with these limits."""
-    return kind(
+    return Scorer(
         environments,
         deadline=limits.scorer_seconds,
         memory_mb=limits.scorer_memory_mb,

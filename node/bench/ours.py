@@ -32,7 +32,7 @@ class Ours:
 
 
 @asynccontextmanager
-async def ours(spec: Mapping[str, Any], scorer: type[Scorer] = Scorer) -> AsyncIterator[Ours]:
+async def ours(spec: Mapping[str, Any]) -> AsyncIterator[Ours]:
     """The parts for a spec of `node.bench.workload.spec_of`; ends the scorer's process afterwards."""
     config, manifest, device = bench_config(spec["model"]), bench_manifest(), Device()
 
@@ -40,11 +40,11 @@ async def ours(spec: Mapping[str, Any], scorer: type[Scorer] = Scorer) -> AsyncI
         torch.set_num_threads(spec["threads"])
         return load_model(config.model.path, device="cpu", dtype=config.model.dtype, models=models_dir())
 
-    made = bench_scorer(manifest, config, scorer)
+    scorer = bench_scorer(manifest, config)
     try:
         bundle = await device.run(load)
-        await made.start()
-        yield Ours(config, manifest, device, bundle, made)
+        await scorer.start()
+        yield Ours(config, manifest, device, bundle, scorer)
     finally:
-        await made.close()
+        await scorer.close()
         device.close()

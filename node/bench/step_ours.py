@@ -31,14 +31,16 @@ from swarm.sampler import Sampler
 STAGE_SECONDS = 3600.0
 
 
-class AlternatingScorer(Scorer):
-    """Scores as usual and, while `alternating`, says 0, 1, 0, 1, ... instead, so that every group is informative."""
+class Alternating:
+    """In the place of a scorer's `score`, which it asks: while `on` it says 0, 1, 0, 1, ... instead of what that says,
+    so that every group is informative."""
 
-    alternating = False
+    def __init__(self, scorer: Scorer) -> None:
+        self._score, self.on = scorer.score, False
 
-    async def score(self, items: Sequence[tuple[TaskRef, str]], *, foreign: bool = False) -> list[Score]:
-        scores = await super().score(items, foreign=foreign)
-        return [Score(float(i % 2), parsed=True) for i in range(len(scores))] if self.alternating else scores
+    async def __call__(self, items: Sequence[tuple[TaskRef, str]], *, foreign: bool = False) -> list[Score]:
+        scores = await self._score(items, foreign=foreign)
+        return [Score(float(i % 2), parsed=True) for i in range(len(scores))] if self.on else scores
 
 
 async def work(spec: Mapping[str, Any], say: Say, directory: Path) -> None:
@@ -47,13 +49,14 @@ async def work(spec: Mapping[str, Any], say: Say, directory: Path) -> None:
 
 async def measure(spec: Mapping[str, Any], directory: Path) -> dict[str, Any]:
     """One warm-up step, `steps` steps with real rewards, `steps` with alternating ones."""
-    async with ours(spec, AlternatingScorer) as parts:
+    async with ours(spec) as parts:
         return await _measured(parts, spec["steps"], directory)
 
 
 async def _measured(ours: Ours, steps: int, directory: Path) -> dict[str, Any]:
     config, scorer, identity, clock = ours.config, ours.scorer, bench_identity(), bench_clock()
-    assert isinstance(scorer, AlternatingScorer)
+    alternating = Alternating(scorer)
+    scorer.score = alternating  # type: ignore[method-assign]
     trainer = await ours.device.run(
         functools.partial(LocalTrainer, ours.bundle, config.train, dumps=directory / "dumps")
     )
@@ -88,11 +91,11 @@ async def _measured(ours: Ours, steps: int, directory: Path) -> dict[str, Any]:
     )
     loop = Loop(parts)
     watch = Stopwatch()
-    scorer.alternating = True  # for the update to be warm too, whatever the first rewards are
+    alternating.on = True  # for the update to be warm too, whatever the first rewards are
     await loop.step()
-    scorer.alternating = False
+    alternating.on = False
     real = [await _timed(loop, watch) for _ in range(steps)]
-    scorer.alternating = True
+    alternating.on = True
     synthetic = [await _timed(loop, watch) for _ in range(steps)]
     store.close()
     history.close()

@@ -64,8 +64,8 @@ def own_refs(manifest: Manifest, count: int) -> tuple[TaskRef, ...]:
     return DataPosition().take(manifest, bench_identity().peer_id, count, GENESIS)
 
 
-def bench_scorer(manifest: Manifest, config: Config, kind: type[Scorer] = Scorer) -> Scorer:
-    return make_scorer(manifest.environments, config.limits, kind)
+def bench_scorer(manifest: Manifest, config: Config) -> Scorer:
+    return make_scorer(manifest.environments, config.limits)
 
 
 def median(values: list[float]) -> float:
