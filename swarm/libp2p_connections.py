@@ -23,7 +23,7 @@ from swarm.libp2p_dht import Dht
 from swarm.libp2p_dialling import DialGate
 from swarm.libp2p_ping import ping
 from swarm.libp2p_streams import Runtime
-from swarm.transport import Connection, Event, PeerConnected, PeerDisconnected, PeerUnreachable
+from swarm.transport import Connection, Event, NoAddress, PeerConnected, PeerDisconnected, PeerUnreachable
 
 PING_INTERVAL = 15.0
 """A peer that vanished without closing its connection is given up after this long and the deadlines of its PINGS."""
@@ -180,10 +180,10 @@ class Connections:
             if address is not None:  # its owner gave it, maybe by a name
                 self._dialling.known.include(self._remote(peer_id))
             return peer
-        if candidates:
-            self._peerstore.add_addrs(peer_id, candidates, ADDRESS_SECONDS)
-        reason = f"none of its {len(candidates)} addresses answers" if candidates else "no address of it is known"
-        raise PeerUnreachable(f"cannot reach {multiaddr}: {reason}") from failure
+        if not candidates:
+            raise NoAddress(f"cannot reach {multiaddr}: no address of it is known")
+        self._peerstore.add_addrs(peer_id, candidates, ADDRESS_SECONDS)
+        raise PeerUnreachable(f"cannot reach {multiaddr}: none of its {len(candidates)} addresses answers") from failure
 
     async def disconnect(self, peer: str) -> None:
         """Close all connections to a peer: in good order, or after CLOSE_SECONDS without a word."""
