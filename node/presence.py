@@ -113,6 +113,7 @@ class Presence:
             token=self.home.token(),
             allowed_hosts=self.config.web.allowed_hosts,
             clock=self.clock,
+            hints=self.home.hints,
         )
         await self.transport.start()
         try:

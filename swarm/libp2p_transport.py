@@ -97,7 +97,7 @@ class Libp2pTransport:
             return
         if self._host is not None:
             with contextlib.suppress(TransportError, TimeoutError):
-                await asyncio.wait_for(self._thread.call(self._host.close_connections), GOODBYE_SECONDS)
+                await asyncio.wait_for(self._thread.call(self._host.connections.close_all), GOODBYE_SECONDS)
         await self._thread.stop(STOP_SECONDS)
         self._events.close()
         self._last_stats = self.stats()
@@ -110,32 +110,32 @@ class Libp2pTransport:
         return self._addresses
 
     def peers(self) -> tuple[str, ...]:
-        return tuple(self._host.connected) if self._host is not None else ()
+        return tuple(self._host.connections.connected) if self._host is not None else ()
 
     def connections(self) -> Mapping[str, Connection]:
-        return dict(self._host.connected) if self._host is not None else {}
+        return dict(self._host.connections.connected) if self._host is not None else {}
 
     async def connect(self, multiaddr: str, *, timeout: float) -> str:
         try:
             async with asyncio.timeout(timeout):
-                return await self._thread.call(self._running().connect, multiaddr)
+                return await self._thread.call(self._running().connections.connect, multiaddr)
         except TimeoutError:
             raise PeerUnreachable(
                 f"no connection to {multiaddr} within {timeout:g} s: not there, or in a private swarm with another key"
             ) from None
 
     async def disconnect(self, peer: str) -> None:
-        await self._thread.call_bounded(self._running().disconnect, peer)
+        await self._thread.call_bounded(self._running().connections.disconnect, peer)
 
     def ban(self, peer: str) -> None:
         ID.from_base58(peer)  # raises here, not in the host's thread; a peer's key need not be of our kind
-        host = self._running()
-        self._thread.post(lambda: host.ban(peer))
+        connections = self._running().connections
+        self._thread.post(lambda: connections.ban(peer))
 
     def lift_ban(self, peer: str) -> None:
         ID.from_base58(peer)
-        host = self._running()
-        self._thread.post(lambda: host.lift_ban(peer))
+        connections = self._running().connections
+        self._thread.post(lambda: connections.lift_ban(peer))
 
     async def subscribe(self, topic: str, check: Callable[[str, bytes], bool] | None = None) -> None:
         await self._thread.call_bounded(self._running().subscribe, topic, check)

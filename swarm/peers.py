@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from swarm.backing_off import pause_after
-from swarm.transport import Transport, TransportError
+from swarm.transport import NoAddress, Transport, TransportError
 
 DIAL_SECONDS = 10.0
 LOOKUP_SECONDS = 15.0
@@ -181,6 +181,9 @@ class Discovery:
             if known.is_bootstrap:
                 self.last_error = str(error)
             log.debug("dialling %s: %s", known.address, error)
+            if isinstance(error, NoAddress) and not known.is_bootstrap and not known.is_stranger:
+                del self._known[peer]  # it came to ask something and listens nowhere: who takes part says where
+                return
         else:
             if known.is_bootstrap:
                 self.last_error = None

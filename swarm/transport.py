@@ -23,6 +23,10 @@ class PeerUnreachable(TransportError):
     """No connection to the peer could be had."""
 
 
+class NoAddress(PeerUnreachable):
+    """Nobody knows where the peer may be dialled."""
+
+
 class RequestFailed(TransportError):
     """The stream was opened but the answer did not come whole: refused, reset, timed out or over its cap."""
 

@@ -10,7 +10,7 @@ ROOT = Path(__file__).parent.parent
 ROOMS = {"protocol", "swarm", "web", "node"}
 MAY_IMPORT = {"protocol": set(), "swarm": {"protocol"}, "web": {"protocol"}, "node": {"protocol", "swarm", "web"}}
 PROTOCOL_LIBRARIES = set(sys.stdlib_module_names) - {"asyncio", "socket", "time"} | {"msgspec", "cryptography"}
-TRIO_FILES = {"swarm/libp2p_host.py", "swarm/bridge.py"}
+TRIO_FILES = {"swarm/libp2p_host.py", "swarm/libp2p_connections.py", "swarm/bridge.py"}
 AVERAGER = "swarm/averaging_worker.py"
 """A process of its own: hivemind and libp2p cannot be imported into one, and it averages what torch holds."""
 

@@ -42,9 +42,11 @@ SECURITY_HEADERS = {
 class Guard:
     """The checks, as one aiohttp middleware, and the one place where errors become answers."""
 
-    def __init__(self, auth: Auth, bound_host: str, allowed_hosts: Iterable[str]) -> None:
-        """Raises ValueError for an allowed host that is not a name, an address or one of them with a port."""
+    def __init__(self, auth: Auth, bound_host: str, allowed_hosts: Iterable[str], hints: Callable[[str], str]) -> None:
+        """`hints`: makes commands in a text those for this node's home. Raises ValueError for an allowed host that is
+        not a name, an address or one of them with a port."""
         self.auth = auth
+        self._hints = hints
         self.hosts = set(LOOPBACK_NAMES)
         if not is_wildcard(bound_host):
             self.hosts.add(host_name(f"[{bound_host}]" if ":" in bound_host else bound_host))
@@ -61,14 +63,19 @@ class Guard:
                 self._check_credentials(request)
             return await handler(request)
         except Refused as refused:
-            return error_answer(refused.status, refused.error, refused.fix, refused.headers)
+            return error_answer(refused.status, refused.error, self._fix(request, refused.fix), refused.headers)
         except web.HTTPException as error:
             allowed = {"Allow": error.headers["Allow"]} if "Allow" in error.headers else None
             return error_answer(error.status, f"{error.reason}: {request.path[:80]}", "see docs/api.md", allowed)
         except Exception:
             # the boundary of the process: a fault in one answer must not cost the node, and must not go unseen
             log.exception("%s %s failed", request.method, request.path)
-            return error_answer(500, "the daemon failed to answer", "see `shoal logs`, and report the traceback")
+            fix = self._fix(request, "see `shoal logs`, and report the traceback")
+            return error_answer(500, "the daemon failed to answer", fix)
+
+    def _fix(self, request: web.Request, words: str) -> str:
+        """Its commands as those for this node's home: not to a stranger, whom they would tell where the home is."""
+        return self._hints(words) if request.get(SHOWN) is not None else words
 
     def credential(self, request: web.Request) -> Credential | None:
         """What the client has shown, looked at once: that keeps its session alive. Raises Refused (401)."""

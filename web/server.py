@@ -75,15 +75,18 @@ class WebServer:
         token: str,
         allowed_hosts: Iterable[str],
         clock: Callable[[], float],
+        hints: Callable[[str], str] = str,
     ) -> None:
-        """`clock` in seconds, for codes and sessions. Raises WebServerError for settings that cannot work."""
+        """`clock` in seconds, for codes and sessions. `hints`: makes commands in a text those for this node's home.
+        Raises WebServerError for settings that cannot work.
+        """
         self.host, self.port = host, port
         try:
             auth = Auth(token, clock)
         except ValueError as error:
             raise WebServerError(f"{error} ; remove api.token from the home: a new one is made") from error
         try:
-            guard = Guard(auth, host, allowed_hosts)
+            guard = Guard(auth, host, allowed_hosts, hints)
         except ValueError as error:
             raise WebServerError(f"web.host or web.allowed_hosts: {error} ; give names or addresses") from error
         self.streams = Streams()

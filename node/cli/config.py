@@ -66,11 +66,11 @@ def set_key(session: Session, key: str, value: str) -> None:
             held = ", ".join(done["restart"])
             trouble = f"the running node takes up {held} at its next start ; {done['restart_by']}"
     if session.as_json:
-        running = {name: done[name] for name in ("applied", "restart")} if done is not None else {}
+        running = {name: done[name] for name in ("applied", "restart", "restart_by")} if done is not None else {}
         emit({"key": key, "value": written, "file": str(home.config_path), **running})
-        return
-    now = ", in force now" if done is not None and key in done["applied"] else ""
-    click.echo(f"{key} = {cell(written)} in {home.config_path}{now}")
+    else:
+        now = ", in force now" if done is not None and key in done["applied"] else ""
+        click.echo(f"{key} = {cell(written)} in {home.config_path}{now}")
     source = session.settings(home).sources[key]
     if not trouble and source != "config.toml":
         trouble = f"{source} overrides it ; unset that for the file to count"

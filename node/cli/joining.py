@@ -181,7 +181,7 @@ async def ask(ways: Sequence[str]) -> tuple[list["Found"], list[str]]:
     from swarm.directory import discover as find
     from swarm.libp2p_transport import Libp2pTransport
 
-    transport = Libp2pTransport(Identity.generate(), ["/ip4/127.0.0.1/tcp/0"])
+    transport = Libp2pTransport(Identity.generate(), [])  # with an address, those asked would dial it when it is gone
     await transport.start()
     try:
         return await find(transport, ways, clock=time.time, timeout=FIND_SECONDS)

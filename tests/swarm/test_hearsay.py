@@ -117,12 +117,12 @@ async def test_a_lie_in_the_peerstore_dials_nothing_of_this_machine(trap: socket
     lie = Multiaddr(f"/ip4/127.0.0.1/tcp/{trap.getsockname()[1]}")
 
     async def attempt() -> None:
-        host = node._running()
-        host._peerstore.add_addrs(ID.from_base58(peer), [lie], 60)
+        connections = node._running().connections
+        connections._peerstore.add_addrs(ID.from_base58(peer), [lie], 60)
         if by == "connect":
-            await host.connect(f"/p2p/{peer}")
+            await connections.connect(f"/p2p/{peer}")
         else:
-            await host._network.dial_peer(ID.from_base58(peer))
+            await connections._network.dial_peer(ID.from_base58(peer))
 
     async def touched() -> bool:
         try:
@@ -137,7 +137,7 @@ async def test_a_lie_in_the_peerstore_dials_nothing_of_this_machine(trap: socket
         assert not isinstance(refused.value, TimeoutError)
         assert not await touched()
         # whose owner gave an address of this machine may be sent there
-        node._running()._dialling.known.include("127.0.0.1")
+        node._running().connections._dialling.known.include("127.0.0.1")
         task = asyncio.create_task(_quietly(node._thread.call(attempt)))
         for _ in range(100):
             if await touched():

@@ -12,7 +12,7 @@ from libp2p.peer.id import ID
 from libp2p.pubsub.pb import rpc_pb2
 from multiaddr import Multiaddr
 
-from swarm import libp2p_host, libp2p_ping, libp2p_streams
+from swarm import libp2p_connections, libp2p_host, libp2p_ping, libp2p_streams
 from swarm.framing import FrameError, FrameRefused, read_answer, read_frame, write_frame, write_wait
 from swarm.libp2p_addresses import BOOK_PEERS, AddressBook, expand_unspecified
 from swarm.libp2p_bans import Bans
@@ -63,7 +63,7 @@ async def test_a_peer_two_hops_away_is_dialled_by_its_id_alone(libp2p, wait_unti
 
 
 async def test_the_latency_is_that_of_the_last_ping(libp2p, wait_until, monkeypatch):
-    monkeypatch.setattr(libp2p_host, "PING_INTERVAL", 0.1)
+    monkeypatch.setattr(libp2p_connections, "PING_INTERVAL", 0.1)
     a, b = await libp2p.line(2)
     first = a.connections()[b.peer_id].latency
     assert first is not None
@@ -214,12 +214,12 @@ async def test_a_check_that_raises_costs_the_message_only(libp2p, read, caplog, 
     assert "the check of a message" in caplog.text
 
 
-@pytest.mark.parametrize("late", [1, libp2p_host.PINGS])
+@pytest.mark.parametrize("late", [1, libp2p_connections.PINGS])
 async def test_a_peer_whose_first_answers_are_late_is_reached_all_the_same(libp2p, monkeypatch, wait_until, late):
     """At once where one of them came in time; else by the next dial, with the first connection out of the way."""
     a, b = await libp2p.start(2)
     b.serve(ECHO, echo, max_request=10)
-    ping, asked = libp2p_host.ping, 0
+    ping, asked = libp2p_connections.ping, 0
 
     async def slow(host, runtime, peer):
         nonlocal asked
@@ -229,9 +229,9 @@ async def test_a_peer_whose_first_answers_are_late_is_reached_all_the_same(libp2
                 return None  # as after PING_TIMEOUT
         return await ping(host, runtime, peer)
 
-    monkeypatch.setattr(libp2p_host, "ping", slow)
+    monkeypatch.setattr(libp2p_connections, "ping", slow)
     address = b.addresses()[0]
-    if late == libp2p_host.PINGS:
+    if late == libp2p_connections.PINGS:
         with pytest.raises(PeerUnreachable):
             await a.connect(address, timeout=5)
     await a.connect(address, timeout=5)
@@ -240,7 +240,7 @@ async def test_a_peer_whose_first_answers_are_late_is_reached_all_the_same(libp2
 
 async def test_a_vanished_peer_is_given_up(libp2p, monkeypatch, wait_until):
     """No FIN, no RST: it only stops answering, as a machine without power does."""
-    monkeypatch.setattr(libp2p_host, "PING_INTERVAL", 0.2)
+    monkeypatch.setattr(libp2p_connections, "PING_INTERVAL", 0.2)
     a, b = await libp2p.line(2)
     await asyncio.sleep(0.3)
     assert a.peers() == (b.peer_id,)
@@ -251,10 +251,10 @@ async def test_a_vanished_peer_is_given_up(libp2p, monkeypatch, wait_until):
 
 async def test_a_vanished_peer_that_can_be_told_nothing_more_is_given_up(libp2p, monkeypatch):
     """Its receive buffer and our send buffer are full, so that not even a goodbye can be written."""
-    monkeypatch.setattr(libp2p_host, "CLOSE_SECONDS", 0.2)
+    monkeypatch.setattr(libp2p_connections, "CLOSE_SECONDS", 0.2)
     a, b = await libp2p.line(2)
     host = a._host
-    (connection,) = host._network.get_connections(ID.from_base58(b.peer_id))
+    (connection,) = host._host.get_network().get_connections(ID.from_base58(b.peer_id))
     muxed, written = connection.muxed_conn, 0
 
     async def fill() -> None:

@@ -87,6 +87,31 @@ async def test_another_host_or_origin_gets_nothing_of_the_api(anyone, client, vi
     assert view.calls == []
 
 
+async def test_fixes_name_the_home_to_who_is_signed_in(view, monkeypatch):
+    server = WebServer(
+        view,
+        host="127.0.0.1",
+        port=0,
+        token=TOKEN,
+        allowed_hosts=(),
+        clock=time.time,
+        hints=lambda text: text.replace("shoal ", "shoal --home /here "),
+    )
+    monkeypatch.setattr(view, "pause", lambda reason: 1 / 0)
+    signed = {"Authorization": f"Bearer {TOKEN}"}
+    await server.start()
+    try:
+        async with aiohttp.ClientSession(server.url) as anyone:
+            async with anyone.get("/api/v1/groups/abcdef", headers=signed) as missing:
+                assert (await missing.json())["fix"] == "list them: shoal --home /here groups"
+            async with anyone.post("/api/v1/pause", json={}, headers=signed) as broken:
+                assert (await broken.json())["fix"].startswith("see `shoal --home /here logs`")
+            async with anyone.get("/api/v1/status") as stranger:
+                assert (await stranger.json())["fix"].startswith("in a browser: run `shoal open`;")
+    finally:
+        await server.stop()
+
+
 @pytest.mark.parametrize("path", ["/", "/static/page.js", "/healthz", "/readyz", "/metrics"])
 async def test_what_is_open_on_loopback(anyone, path):
     async with anyone.get(path) as answer:

@@ -194,12 +194,15 @@ def test_settings_go_through_the_running_daemon(run: Run, home: Home, daemon: An
     later = set_key("web.port", "9000")
     assert later.stdout == f"web.port = 9000 in {home.config_path}\n"
     assert later.stderr == "Warning: the running node takes up web.port at its next start\nFix: ask the captain\n"
-    assert json.loads(set_key("web.port", "9000", "--json").stdout) == {
+    as_json = set_key("web.port", "9000", "--json")
+    assert as_json.stderr == later.stderr
+    assert json.loads(as_json.stdout) == {
         "key": "web.port",
         "value": 9000,
         "file": str(home.config_path),
         "applied": [],
         "restart": ["web.port"],
+        "restart_by": "ask the captain",
     }
     wrong = set_key("eval.tasks", "0")
     assert (wrong.exit_code, wrong.stderr) == (

@@ -1,3 +1,4 @@
+import asyncio
 import json
 import time
 from collections.abc import Callable, Sequence
@@ -7,10 +8,13 @@ import pytest
 from click.testing import Result
 
 from node.cli import joining
-from node.cli.joining import NoSuchSwarm, choose
+from node.cli.joining import NoSuchSwarm, ask, choose
 from node.home import Home
+from protocol.identity import Identity
 from protocol.manifest import Manifest, embedded_manifest
 from swarm.directory import Found
+from swarm.libp2p_transport import Libp2pTransport
+from swarm.peers import Discovery
 
 Run = Callable[..., Result]
 PEER = "12D3KooWGRUVh8Bh4iYtCpBKwQAeJYjJNmEUEFSoVJ1gkMq7CEYv"
@@ -108,3 +112,22 @@ def test_a_private_swarm_is_never_listed(run: Run, home: Home) -> None:
     assert isinstance(manifest, Manifest)
     home.listed_path.write_bytes(manifest.digest.hex().encode())
     assert not home.is_listed()
+
+
+@pytest.mark.network
+async def test_who_only_asked_is_not_dialled_when_it_is_gone() -> None:
+    node = Libp2pTransport(Identity.generate(), ["/ip4/127.0.0.1/tcp/0"])
+    await node.start()
+    discovery = Discovery(node, [], bytes(32), clock=time.monotonic, tick=0.05)
+    service = asyncio.create_task(discovery.run())
+    try:
+        asked = asyncio.create_task(ask(node.addresses()))
+        async with asyncio.timeout(60):
+            while not discovery._known:  # noqa: ASYNC110 - what is waited for has no event
+                await asyncio.sleep(0.01)
+            await asked
+            while discovery._known:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+    finally:
+        service.cancel()
+        await node.stop()
