@@ -58,7 +58,6 @@ def configured_host(settings: HostSettings) -> IHost:
         connection_config=ConnectionConfig(
             max_connections=MAX_CONNECTIONS,
             high_watermark=MAX_CONNECTIONS,
-            # Whom to dial is the discovery service's business: the library would also dial banned peers.
             min_connections=0,
             low_watermark=0,
         ),
@@ -66,7 +65,14 @@ def configured_host(settings: HostSettings) -> IHost:
         disable_identify_address_discovery=True,
     )
     host.get_addrs = _remembered(host, time.monotonic)
+    # Whom to dial is the discovery service's business. Whatever the watermarks are, the library dials everybody in its
+    # peerstore, banned ones too, until it is half way between them.
+    host.get_network().auto_connector.maybe_connect = _dial_nobody
     return host
+
+
+async def _dial_nobody() -> None:
+    pass
 
 
 def _remembered(host: IHost, clock: Callable[[], float]) -> Callable[[], list[Multiaddr]]:

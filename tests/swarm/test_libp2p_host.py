@@ -62,6 +62,19 @@ async def test_a_peer_two_hops_away_is_dialled_by_its_id_alone(libp2p, wait_unti
     await wait_until(lambda: set(c.peers()) == {a.peer_id, b.peer_id})
 
 
+async def test_the_library_dials_nobody_of_its_own_accord(libp2p):
+    a, b = await libp2p.start(2)
+    b_id, where = ID.from_base58(b.peer_id), Multiaddr(b.addresses()[0].partition("/p2p/")[0])
+    network = a._host._host.get_network()
+
+    async def look_around() -> None:
+        network.peerstore.add_addrs(b_id, [where], 60)
+        await network.auto_connector.maybe_connect()
+
+    await a._thread.call(look_around)
+    assert not network.get_connections(b_id)
+
+
 async def test_the_latency_is_that_of_the_last_ping(libp2p, wait_until, monkeypatch):
     monkeypatch.setattr(libp2p_connections, "PING_INTERVAL", 0.1)
     a, b = await libp2p.line(2)
