@@ -25,6 +25,8 @@ from node.disk import advice, failed_write, sync
 from node.journal import JournalRecord
 
 FILES, STATE, BEST = "files.json", "state.json", "best.json"
+TRAINER = "trainer.json"
+"""Step, updates so far and optimizer of a trainer (node/training/files.py); with the best weights there is none."""
 ASIDE, REPLACED, DAMAGED = ".aside-", ".aside-old-", "damaged-"
 CHUNK = 1 << 22
 FREE_MARGIN = 64 << 20

@@ -169,6 +169,9 @@ class EvalConfig(Section):
     every: int = Field(10, ge=0, description="steps between held-out evaluations; 0: only at the start")
     tasks: int = Field(32, ge=1, le=4096, description="held-out tasks per environment")
     samples: int = Field(1, ge=1, le=64, description="completions per held-out task")
+    roll_back: bool = Field(
+        True, description="go back to the best weights when two scores in a row are far below theirs"
+    )
 
 
 class CheckpointConfig(Section):

@@ -16,6 +16,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import asdict
 
 from node.averaging import Averaging
+from node.checkpoint import CheckpointError
 from node.config import Config
 from node.federation.following import Following
 from node.federation.leading import Leading
@@ -234,6 +235,8 @@ class Loop:
 
         if p.config.eval.every and step % p.config.eval.every == 0:
             await self.evaluations.take()
+            if self.evaluations.declined:
+                await self._roll_back()
         if p.averaging is not None and p.averaging.due(step, p.config.averaging.every):
             await self._average(p.averaging)
         if self.saving.is_due():
@@ -292,6 +295,26 @@ class Loop:
         if self.leading is not None:
             async with p.progress.during("publish"):
                 await self.leading.publisher.offer(p.trainer, p.device)
+
+    async def _roll_back(self) -> None:
+        """Go on from the best weights, which are a step of their own."""
+        p, before = self.parts, self.parts.trainer.step
+        async with p.progress.during("checkpoint"):
+            try:
+                await p.device.run(self.saving.roll_back)
+            except CheckpointError as error:
+                p.history.event("error", "rollback", f"step {before} cannot go back to the best weights: {error}")
+                return
+        p.history.event(
+            "warning",
+            "rollback",
+            f"step {p.trainer.step} is the best weights again: its held-out score was far below theirs ; if that "
+            "goes on, lower train.learning_rate, or give train.kl_coefficient 0.001 or more",
+        )
+        async with p.progress.during("weights"):
+            await p.engine.update_weights(p.trainer.step)
+        await self._offer()
+        await self.evaluations.take_anew()
 
     async def _average(self, averaging: Averaging) -> None:
         """A round with the nodes that are there; an outer step is in a checkpoint when this returns, or not taken."""

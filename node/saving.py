@@ -10,6 +10,7 @@ from node.interfaces import TrainerLost
 from node.journal import JournalRecord
 from node.own_groups import OwnGroups
 from node.parts import Parts, dtype_of, model_mark
+from node.rollback import roll_back
 from node.selection import ForeignShare
 
 JOURNAL_RETRY_SECONDS = 10.0
@@ -110,6 +111,21 @@ class Saving:
             self.unkept = str(error)
             raise
         self.unkept, self._retry_seconds = "", CHECKPOINT_RETRY_SECONDS
+
+    def roll_back(self) -> None:
+        """Go on from the weights with the best held-out score, as a step of its own. On the model thread.
+
+        They are a checkpoint before the trainer has them, so that a kill leaves the one or the other. Raises
+        CheckpointError, and then nothing has changed, and TrainerLost, and then the next start has them.
+        """
+        p = self.parts
+        best, step = p.checkpoints.find("best"), p.trainer.step + 1
+        directory = roll_back(p.checkpoints, best, step, p.config.train.optimizer, self.state())
+        self.reaches(step)
+        p.trainer.load(directory)
+        if p.averaging is not None:
+            p.averaging.begin(directory)
+        self.checkpointed_at, self._attempted = p.clock(), step
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint and a journalled update say of the node besides its weights."""

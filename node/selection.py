@@ -15,6 +15,8 @@ REVISIT_EVERY = 8
 """One task in so many is taken whatever its environment's pass rate, or a rate that has left the window stays there."""
 SCORE_FALLS = 0.02
 """A held-out score this much below the best one has fallen; less is chance."""
+DECLINE_ERRORS, DECLINES = 3.0, 2
+"""A model has declined when so many held-out scores in a row are so many standard errors below the best one."""
 SAME_REWARDS_ALARM = 20
 """Steps in a row in which all own rewards were one and the same number, after which a person should look."""
 
@@ -97,6 +99,13 @@ class ForeignShare:
 
     def restore(self, state: Mapping[str, Any]) -> None:
         self.now, self._best = min(self.most, state["now"]), state["best"]
+
+
+def is_below(best: float, score: float, answers: int) -> bool:
+    """Whether a mean of so many rewards in [0, 1] is below the best one by more than chance: DECLINE_ERRORS standard
+    errors of the difference, as if rewards were 0 or 1, which is the most that they can vary."""
+    error = math.sqrt((best * (1 - best) + score * (1 - score)) / answers)
+    return best - score > DECLINE_ERRORS * error
 
 
 class SameRewards:

@@ -133,6 +133,43 @@ def merge_into_base(session: Session, adapters: Path, target: Path) -> None:
     merge(model_directory(path, models_dir()), adapters, target)
 
 
+@checkpoint.command()
+@click.argument("name")
+@with_session
+def rollback(session: Session, name: str) -> None:
+    """Go on from checkpoint NAME: its weights become the next step. The node must be down.
+
+    Nothing is thrown away: the steps in between stay in the history, and are kept as checkpoint.keep says.
+    """
+    import time
+
+    from node.checkpoint import CheckpointError, CheckpointStore
+    from node.cli.output import emit, tell, working
+    from node.history import History
+    from node.rollback import roll_back
+
+    home = session.node()
+    config = session.settings(home).config
+    with home.lock(), working(session) as say:
+        checkpoints = CheckpointStore(home.checkpoints, config.checkpoint.keep)
+        say("checking the checkpoints")
+        newest = checkpoints.latest()
+        entry = checkpoints.find(name)
+        state = newest.records[-1].state if newest.records else newest.state
+        if state is None:
+            raise CheckpointError(f"{home.checkpoints} has no step yet ; shoal up trains")
+        step = 1 + (newest.records[-1].step if newest.records else newest.step)
+        say(f"copying step {entry.step} ({entry.size >> 20} MB)")
+        roll_back(checkpoints, entry, step, config.train.optimizer, state)
+        history = History(home.database, time.time)
+        history.event("info", "rollback", f"step {step} is {entry.name} of step {entry.step} again, by hand")
+        history.close()
+    if session.as_json:
+        emit({"step": step, "from": entry.step})
+    else:
+        tell(session, f"Step {step} of this node has the weights of step {entry.step} now. Next: shoal up")
+
+
 @checkpoint.command(name="eval")
 @click.argument("name", default="latest")
 @with_session

@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 
-from node.checkpoint import CheckpointError
+from node.checkpoint import TRAINER, CheckpointError
 from node.disk import failed_write
 from node.models import ModelBundle
 from node.training.optimizers import kind_of, moments_of, restore_moments
@@ -29,7 +29,6 @@ WEIGHTS = "model.safetensors"
 FIRST_MOMENTS = "exp_avg.safetensors"
 SECOND_MOMENTS = "exp_avg_sq.safetensors"
 MOMENTS_8BIT = "moments8.safetensors"
-TRAINER = "trainer.json"
 
 
 def save_model(bundle: ModelBundle, weights: Mapping[str, torch.Tensor], directory: Path) -> None:

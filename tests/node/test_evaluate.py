@@ -16,6 +16,7 @@ from node.config_train import TrainConfig
 from node.evaluate import evaluate_checkpoint
 from node.home import Home, NoSwarm
 from node.interfaces import Batch, TrainGroup, TrainSequence
+from node.journal import JournalRecord
 from node.models import load_model
 from node.settings import load, set_value
 from node.training import lora
@@ -77,6 +78,33 @@ def test_an_exported_checkpoint_is_the_model(home: Home, trained: LocalTrainer, 
     again = LocalTrainer(bundle, TrainConfig(), dumps=tmp_path)
     groups = [TrainGroup((9, 8), (TrainSequence((40, 41, 1), (True,) * 3, 0.0, None),), "own")]
     assert again.logprobs(groups) == trained.logprobs(groups)
+
+
+def test_a_node_goes_on_from_an_earlier_checkpoint(home: Home, trained: LocalTrainer) -> None:
+    store = CheckpointStore(home.checkpoints, 2)
+    store.latest()
+    store.save_best(2, 0.5, trained.export)
+    there = {name: weight.clone() for name, weight in trained.weights.masters.items()}
+    third = Batch(3, (TrainGroup((9, 8), (TrainSequence((50, 1), (True,) * 2, 1.0, None),) * 2, "own"),))
+    store.append(JournalRecord(3, third, {"taken": 7}, {}))  # a step that is in the journal alone
+    for name, updates in (("best", 0), ("2", 2)):
+        step = 4 if name == "best" else 5
+        said = call(home, "rollback", name)
+        assert said == f"Step {step} of this node has the weights of step 2 now. Next: shoal --home {home.path} up\n"
+        recovery = CheckpointStore(home.checkpoints, 2).latest()
+        assert (recovery.step, recovery.state, recovery.records) == (step, {"taken": 7}, [])
+        again = LocalTrainer(trained.bundle, TrainConfig(), dumps=home.path)
+        assert recovery.directory is not None
+        again.load(recovery.directory)
+        assert all(torch.equal(there[name], weight) for name, weight in again.weights.masters.items())
+        assert [int(state["step"]) for state in again.optimizer.state.values()] == [2] * len(there) * bool(updates)
+        assert again.step == step
+    damaged = home.checkpoints / "best" / "model.safetensors"
+    damaged.write_bytes(damaged.read_bytes()[:-1])
+    result = CliRunner().invoke(shoal, ["--home", str(home.path), "checkpoint", "rollback", "best"])
+    assert result.exit_code == 1
+    assert "best is damaged: model.safetensors" in result.stderr
+    assert CheckpointStore(home.checkpoints, 2).latest().step == 5
 
 
 def test_adapters_are_scored_as_the_weights_that_they_make(

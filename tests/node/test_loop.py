@@ -1,6 +1,7 @@
 """The loop's life around a step: recovering from the journal, pausing, and trouble that costs one step only."""
 
 import asyncio
+import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -354,6 +355,56 @@ async def test_the_best_weights_are_those_that_could_be_written(
     assert (loop.parts.checkpoints.find("best").step, loop.parts.checkpoints.best_score()) == (3, 0.5)
     assert [found["mean"] for found in loop.parts.history.evaluations(-1, 99)] == [0.3, 0.2, 0.9, 0.5, 0.4]
     assert [event["message"] for event in loop.parts.history.events(None, 9)] == ["no room"]
+
+
+@pytest.mark.parametrize("wanted", [True, False])
+async def test_a_policy_that_has_declined_goes_back_to_its_best_weights(
+    make_loop: Callable[..., Loop], monkeypatch: pytest.MonkeyPatch, wanted: bool
+) -> None:
+    class Trainer(FakeTrainer):
+        weights = "initial"
+
+        def export(self, directory: Path) -> None:
+            (directory / "model.safetensors").write_text(self.weights)
+
+        def load(self, directory: Path) -> None:
+            self.weights = (directory / "model.safetensors").read_text()
+            self.step = json.loads((directory / "trainer.json").read_text())["step"]
+            assert {found.name for found in directory.iterdir()} == {
+                "model.safetensors", "trainer.json", "state.json", "files.json"
+            }  # fmt: skip
+
+    trainer = Trainer()
+    loop = make_loop(trainer)
+    parts = loop.parts
+    parts.config = Config.model_validate({"eval": {"every": 1, "tasks": 128, "roll_back": wanted}})
+    parts.checkpoints.latest()
+
+    async def offer() -> None:
+        offered.append(trainer.step)
+
+    offered = list[int]()
+    monkeypatch.setattr(loop, "_offer", offer)
+    monkeypatch.setattr(loop.saving, "state", lambda: STATE)
+    scores = {1: 0.5, 2: 0.3, 3: 0.5, 4: 0.3, 5: 0.3}  # one that is low is chance; two in a row are not
+    scores_in_turn(monkeypatch, *scores.values(), *([0.45] if wanted else []))
+    for step in scores:
+        trainer.step, trainer.weights = step, f"of step {step}"
+        await loop.evaluations.take()
+        if loop.evaluations.declined:
+            await loop._roll_back()
+    told = [event["message"] for event in parts.history.events(None, 9) if event["level"] == "warning"]
+    assert told[0].startswith("the held-out score of step 2, 0.300, is far below the best, 0.500; ")
+    if wanted:
+        again = CheckpointStore(parts.checkpoints.directory, 2).latest()  # what a start finds after a kill
+        assert (trainer.weights, trainer.step, offered) == ("of step 1", 6, [6])
+        assert told[-1].startswith("step 6 is the best weights again")
+        assert (again.step, again.records) == (6, [])
+        assert parts.history.held_out_latest() == 0.45
+    else:
+        assert (trainer.weights, trainer.step, offered) == ("of step 5", 5, [])
+        assert "shoal checkpoint rollback best" in told[-1]
+    assert not loop.evaluations.declined
 
 
 async def test_time_in_a_pause_is_no_age_of_a_step(
