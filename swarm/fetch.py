@@ -24,6 +24,9 @@ NEIGHBOURS = 2
 """Connected peers asked, besides those that should hold a group."""
 SHUN_SECONDS = 60.0
 """A holder that failed is asked last for this long, so that a dead one costs few deadlines."""
+SLOW = 4
+"""A holder that takes more than one in so many parts of its deadline counts as failed, though it gave the bytes: it
+could hold up everything for long at no cost."""
 MAX_SHUNNED = 1024
 
 
@@ -82,7 +85,10 @@ class Fetcher:
             peer = holders.popleft()
             if peer == self._transport.peer_id:
                 continue
+            asked = self._clock()
             problem = await self._ask(peer, digest, size, sink, senders)
+            if self._clock() - asked > self._timeout / SLOW:
+                self._shun(peer)
             if wait := self.wait(peer):
                 waits.append(wait)
             if problem:

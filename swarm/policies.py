@@ -120,7 +120,7 @@ class PolicyStore:
                         continue
             except OSError as error:  # a block that the disk cannot read: the piece is had again elsewhere
                 log.warning("%s cannot be read: %s", path, error)
-            path.unlink()
+            path.unlink(missing_ok=True)  # who asked for it meanwhile may have had it removed
             bad += 1
         return bad
 

@@ -138,6 +138,8 @@ class PolicyPuller:
         self.problem = ""
         """Why the newest version is not there, in words; empty: it is, or is on its way."""
         self.bytes_in = 0
+        self.missing: int | None = None
+        """Bytes still to come of what is being pulled; None: nothing is, and the leader is asked from time to time."""
 
     def recall(self) -> None:
         """Take up the head that an earlier process kept, whatever its age: it says what the pieces are."""
@@ -193,18 +195,26 @@ class PolicyPuller:
         started, before = self._clock(), self.bytes_in
         records = await self._records(known)
         self.up_to_date = not records
+        if not records:
+            self._holds_some.set()
         if records:
-            await self._pieces(records)
-            await self._may_take(records, None)
+            try:
+                await self._pieces(records)
+                await self._may_take(records, None)
+            finally:
+                self.missing = None
             taken, seconds = self.bytes_in - before, self._clock() - started
             await self._arrived(Pulled(tuple(records), seconds, taken, known.issued))
         self.problem = self._amiss
 
     def _tidy(self, known: KnownHead) -> None:
-        """Keep what the head names, pulled whole or not, for this node and others, and nothing else. Raises OSError."""
+        """Keep what the head names, pulled whole or not, for this node and others, and nothing else: the newest of it,
+        as much as one version may take. Raises OSError."""
         kept: set[bytes] = set()
-        for item in known.head.items:
-            if item.record in self._refused:
+        room = self._max_bytes
+        for item in reversed(known.head.items):  # a leader may name any number of wholes
+            room -= item.size + item.record_size
+            if item.record in self._refused or room < 0:
                 continue
             kept.add(item.record)
             if raw := self._store.read(item.record):
@@ -299,13 +309,17 @@ class PolicyPuller:
         """Have every piece of these records. Raises NoWay when one cannot be had."""
         sizes = {digest: record.piece_size(number) for record in records for number, digest in enumerate(record.pieces)}
         wanted = [(digest, size) for digest, size in sizes.items() if not self._store.has(digest)]
-        await self._may_take(records, sum(size for _, size in wanted))
+        self.missing = sum(size for _, size in wanted)
+        await self._may_take(records, self.missing)
+        if len(wanted) < len(sizes):
+            self._holds_some.set()
         missing = iter(wanted)
 
         async def pull_some() -> None:
             for digest, size in missing:
                 await self._may_take(records, None)
                 await self._pull(digest, size)
+                self.missing = (self.missing or 0) - size
                 self._holds_some.set()
 
         try:

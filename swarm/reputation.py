@@ -56,11 +56,13 @@ def judged(record: PeerRecord, verdict: str) -> PeerRecord:
     """The record after one more verdict: 'admitted' or the name of a Reason."""
     accepted = record.accepted + (verdict == ADMITTED)
     penalty = record.penalty + PENALTIES.get(verdict, 0.0)
+    # found out after the group was admitted: what others of its kind have earned must not outweigh it
+    outweighed = penalty <= accepted and verdict != Reason.logprob_mismatch
     return replace(
         record,
         accepted=accepted,
         penalty=penalty,
-        banned=record.banned or (penalty >= BAN_AT and penalty > accepted),
+        banned=record.banned or (penalty >= BAN_AT and not outweighed),
     )
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from node.federation.publishing import Publisher, UnknownVersion
 from node.federation.spot_check import SpotCheck
 from node.interfaces import TrainGroup
+from node.memory import out_of_memory
 from node.rollouts import Rollout, train_group
 from protocol.policy import claimed_version
 from protocol.rejection import Reason, Rejected
@@ -19,7 +20,12 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-MAX_PASSED = 4096
+MAX_PASSED, MAX_CAUGHT = 4096, 256
+
+NO_MEMORY = (
+    "there is no memory to check followers' groups, which takes a second copy of the weights: those of this step are "
+    "left out ; lower train.tokens_per_micro_batch, or set federation.spot_check to 0 where you believe them"
+)
 
 
 class Followers:
@@ -29,6 +35,8 @@ class Followers:
         self.parts, self._publisher, self._spot_check = parts, publisher, spot_check
         self._passed: dict[bytes, None] = {}
         """Checked and found right."""
+        self._caught: dict[str, None] = {}
+        """Producers of a group that was not: all of theirs are checked from then on."""
 
     def version_of(self, entry: PoolEntry) -> int | None:
         """Which version of this node's policy the group claims; None: none."""
@@ -64,7 +72,8 @@ class Followers:
                 continue
             if not rollout.behaviour_known:  # without usable log-probs its claim gains it nothing: as any other group
                 continue
-            if self._spot_check.drawn(entry.digest, p.config.federation.spot_check):
+            share = 1.0 if entry.producer in self._caught else p.config.federation.spot_check
+            if self._spot_check.drawn(entry.digest, share):
                 drawn.setdefault(version, {})[entry.digest] = train_group(rollout, p.config.train)
         bad: dict[bytes, Rejected] = {}
         for version, groups in drawn.items():
@@ -75,11 +84,17 @@ class Followers:
             except UnknownVersion as problem:  # it went on meanwhile: what cannot be checked is not used now
                 log.warning("groups of followers are left out: %s", problem)
                 chosen = [(entry, rollout) for entry, rollout in chosen if entry.digest not in groups]
+            except (MemoryError, RuntimeError) as error:
+                if not out_of_memory(error):
+                    raise
+                p.history.event("error", "policy", NO_MEMORY)
+                chosen = [(entry, rollout) for entry, rollout in chosen if entry.digest not in groups]
             else:
                 for digest in groups.keys() - bad.keys():
                     remember(self._passed, digest, None, MAX_PASSED)
         for entry, _ in chosen:
             if entry.digest in bad:
+                remember(self._caught, entry.producer, None, MAX_CAUGHT)
                 self._withdraw(entry, bad[entry.digest])
         return [(entry, rollout) for entry, rollout in chosen if entry.digest not in bad]
 

@@ -274,7 +274,9 @@ class Following:
         puller, now = self.puller, p.clock()
         who = f"…{puller.leader[-8:]}"
         meanwhile = f"; practising with version {p.trainer.step} of its policy" if self._leads else ""
-        if puller.answered_at is None or now - puller.answered_at > SILENT_SECONDS:
+        if puller.missing is not None and not self._leads:
+            p.progress.say("WAITING", f"the policy of {who} is on its way: {puller.missing / 1e6:.0f} MB are to come")
+        elif puller.missing is None and (puller.answered_at is None or now - puller.answered_at > SILENT_SECONDS):
             p.progress.say("WAITING", f"the leader {who} does not answer{meanwhile}", "see that it is up: shoal peers")
         elif puller.problem:
             p.progress.say("WAITING", f"the policy of {who}: {puller.problem}{meanwhile}", "see shoal logs")

@@ -13,11 +13,16 @@ from node.federation.spot_check import SpotCheck
 from node.federation.teaching import PeerTeacher, Teaching
 from node.home import Home
 from node.limits import NoRoom
-from node.parts import Parts, model_mark
+from node.parts import Parts, dtype_of, model_mark
 from protocol.identity import Identity
 from swarm.policies import PolicyServing, PolicyStore
 from swarm.policy_pulling import PolicyPuller
 from swarm.teaching import TeachServing
+
+
+class FederationError(Exception):
+    """The settings ask for a federation that cannot work."""
+
 
 LEAST_BUDGET = 2048
 """Tokens of a teacher's pass: it keeps nothing for a way back."""
@@ -32,6 +37,7 @@ def make_leading(parts: Parts, identity: Identity, home: Home) -> Leading | None
     p, settings = parts, parts.config.federation
     if not settings.publish:
         return None
+    _check_type(p)
     store = PolicyStore(home.policies / identity.peer_id)
     publisher = Publisher(
         store,
@@ -54,6 +60,7 @@ def make_following(parts: Parts, home: Home, unpaused: asyncio.Event, no_room: N
     p, settings = parts, parts.config.federation
     if not settings.follow:
         return None
+    _check_type(p)
     assert isinstance(p.trainer, FollowedPolicy)
     store = PolicyStore(home.policies / settings.follow)
     size = sum(weight.numel() for weight in p.bundle.model.parameters())
@@ -123,3 +130,14 @@ def peer_teacher(parts: Parts) -> PeerTeacher | None:
 def _serve(store: PolicyStore, leader: str, p: Parts) -> None:
     """Give the policy to whoever may have it."""
     PolicyServing(store, leader, p.exchange.accounts, p.clock, refused=p.refuses).serve_on(p.exchange.transport)
+
+
+def _check_type(p: Parts) -> None:
+    """Raises FederationError: log-probabilities of rounded weights would be held to the tolerance of exact ones."""
+    dtype, computed = p.config.federation.dtype, dtype_of(p.bundle)
+    if dtype == "float32" != computed:
+        raise FederationError(
+            f"federation.dtype is float32, and this node computes in {computed} (model.dtype is "
+            f"{p.config.model.dtype}) ; set federation.dtype to bfloat16, at leader and followers, "
+            "or model.dtype to float32"
+        )

@@ -37,7 +37,7 @@ from protocol.policy import (
     piece_bytes_for,
 )
 from protocol.rejection import Rejected
-from swarm.policies import PolicyStore
+from swarm.policies import PIECES_RATE, PolicyStore
 
 log = logging.getLogger(__name__)
 
@@ -104,6 +104,10 @@ class Publisher:
         """Versions that were left out because the one before was not written yet."""
         self.last: Published | None = None
         self._told: deque[Published] = deque(maxlen=MAX_TOLD)
+        self._whole_at: float | None = None
+        """When this process published the last whole."""
+        self._too_fast = False
+        """Whether it was told that nobody can pull one in time."""
 
     @property
     def leader(self) -> str:
@@ -177,6 +181,8 @@ class Publisher:
             return
         sizes = {item.base is None: item.size for item in made}
         self.last = Published(version, sizes.get(False), sizes.get(True), copied, self._clock() - started)
+        if self.last.whole_bytes is not None:
+            self._see_whole(self.last.whole_bytes)
         if made:
             self._told.append(self.last)
             log.info(
@@ -186,6 +192,20 @@ class Publisher:
                 self.last.whole_bytes,
                 self.last.encode_seconds,
             )
+
+    def _see_whole(self, size: int) -> None:
+        """Tell a person, once, that a whole is replaced before a new follower can have pulled it."""
+        now, before = self._clock(), self._whole_at
+        self._whole_at = now
+        if before is None or size / PIECES_RATE <= now - before or self._too_fast:
+            return
+        self._too_fast = True
+        self._tell(
+            "warning",
+            f"a whole takes a new follower {size / PIECES_RATE:.0f} s at least, and is replaced after "
+            f"{now - before:.0f} s ; raise federation.publish_every or federation.whole_every, "
+            "or nobody can begin to follow",
+        )
 
     # -- in a thread -----------------------------------------------------------------------------------------
 

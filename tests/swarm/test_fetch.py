@@ -118,6 +118,22 @@ async def test_failure_says_what_each_did_and_is_bounded(peers: Peers) -> None:
     assert len(peers.asked) <= 2 * MAX_REQUESTS
 
 
+async def test_a_holder_that_gives_slowly_is_asked_last_for_a_while(peers: Peers) -> None:
+    slow = await peers.add("a", BODIES[0])
+    await peers.add("b", BODIES[0])
+    fetcher = await peers.fetcher("a", "b")
+
+    async def drip(asker: str, data: bytes) -> bytes:
+        peers.asked.append(("a", 0))
+        peers.clock.now += 0.3
+        return BODIES[0]
+
+    slow.serve(GROUPS_PROTOCOL, drip, max_request=4096)
+    for _ in range(2):
+        assert await fetcher.fetch(DIGESTS[0], 1000, ["a", "b"]) == BODIES[0]
+    assert peers.asked == [("a", 0), ("b", 0)]
+
+
 async def test_with_no_peer_at_all_it_fails_at_once(peers: Peers) -> None:
     fetcher = await peers.fetcher()
     with pytest.raises(FetchFailed, match="no peer to ask"):

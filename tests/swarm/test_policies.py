@@ -20,7 +20,7 @@ from swarm import policy_pulling
 from swarm.allowance import Allowance
 from swarm.policies import PolicyServing, PolicyStore
 from swarm.policy_pulling import Pulled
-from tests.swarm.policies import CHANGE, PIECE, WHOLE, Place, held, join, state
+from tests.swarm.policies import CHANGE, PIECE, SWARM, WHOLE, Place, held, join, state
 from tests.swarm.world import until
 
 
@@ -208,6 +208,57 @@ async def test_versions_that_never_become_whole_do_not_pile_up(place: Place, mon
         await until(lambda here=here: held(follower) == here)  # type: ignore[misc]
         assert puller.have is None
     assert not follower.pulled
+
+
+async def test_a_leader_cannot_have_wholes_piled_up(place: Place) -> None:
+    leader, made = await place.leader()
+    follower = await place.peer("follower", leader.identity.peer_id)
+    follower.follow(max_bytes=20 * PIECE)
+    for version in range(1, 7):  # each a whole, and all of them named for ever
+        made.offer(version, None, os.urandom(8 * PIECE))
+        await until(lambda version=version: follower.pulled and follower.pulled[-1].version == version)  # type: ignore[misc]
+    await until(lambda: len(held(follower)) <= 2 * (8 + 1))
+
+
+async def test_who_starts_up_to_date_says_that_it_holds_the_policy(place: Place) -> None:
+    leader, made = await place.leader()
+    made.offer(1, None, WHOLE)
+    key = policy_pulling.rendezvous(SWARM, leader.identity.peer_id)
+    follower = await place.peer("follower", leader.identity.peer_id)
+    await join(follower, leader)
+    follower.follow(have=(1, state(1)))
+    await until(lambda: follower.transport.peer_id in place.hub.providers(key, leader.identity.peer_id))
+
+
+async def test_how_much_of_a_pull_is_to_come_is_told(place: Place) -> None:
+    leader, made = await place.leader()
+    made.offer(1, None, os.urandom(8 * PIECE))
+    serve, go_on = leader.serving.piece, asyncio.Event()
+    given = 0
+
+    async def some(peer: str, data: bytes) -> bytes:
+        nonlocal given
+        given += 1
+        if given > 4:
+            await go_on.wait()
+        return await serve(peer, data)
+
+    leader.transport.serve(PIECES_PROTOCOL, some, max_request=4096)
+    follower = await place.peer("follower", leader.identity.peer_id)
+    await join(follower, leader)
+    puller = follower.follow(request_timeout=30.0)
+    await until(lambda: puller.missing == 5 * PIECE)  # the record is one of the four
+    go_on.set()
+    await until(lambda: follower.pulled and puller.missing is None)
+
+
+def test_a_piece_that_is_removed_while_all_are_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = PolicyStore(tmp_path)
+    piece = tmp_path / "pieces" / store.put(b"good").hex()
+    piece.write_bytes(b"bad")
+    unlink = Path.unlink
+    monkeypatch.setattr(Path, "unlink", lambda path, **how: (unlink(path), unlink(path, **how)))
+    assert store.verify() == 1
 
 
 async def test_a_version_that_was_refused_is_not_kept(place: Place) -> None:

@@ -54,6 +54,13 @@ def test_much_good_work_outweighs_a_few_offences(store: ExperienceStore, clock: 
     assert reputation.weight("peer") == pytest.approx(31 / (30 + 25 + 4))
 
 
+def test_much_work_does_not_outweigh_groups_that_were_lies(store: ExperienceStore, clock: Any) -> None:
+    reputation = Reputation(store, clock)
+    for _ in range(500):  # a lie about log-probs is found out after it was admitted, and has earned for itself
+        reputation.record("peer", "admitted")
+    assert [reputation.record("peer", Reason.logprob_mismatch) for _ in range(4)] == [False, False, False, True]
+
+
 def test_everything_fades_and_so_does_a_ban(store: ExperienceStore, clock: Any) -> None:
     reputation = Reputation(store, clock)
     for _ in range(8):

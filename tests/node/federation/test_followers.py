@@ -12,6 +12,7 @@ import torch
 
 from node.config import Config
 from node.federation.followers import Followers
+from node.federation.parts import FederationError, make_following, make_leading
 from node.federation.spot_check import SpotCheck, compare
 from node.foreign_groups import ForeignGroups
 from node.interfaces import Message, Task, TrainGroup, TrainSequence
@@ -217,6 +218,43 @@ async def test_cheats_are_found_out(lead: Lead, model: Any) -> None:
     assert world.used[0][1] == [honest]
 
 
+async def test_all_groups_of_who_was_caught_are_checked(lead: Lead, model: Any) -> None:
+    world, bundle = Pool(lead, lead.bundle, spot_check=0.2), model()
+    lies = [sampled(lead, bundle, 4, noise=1.5 + 0.01 * i) for i in range(8)]
+    for _ in range(4):
+        for group in lies:
+            world.add(group, "liar")
+    for _ in range(12):
+        await world.choose()
+    trained = sum(len(followed) for _, followed in world.used)
+    assert len(world.withdrawn) + trained > 8
+    before = trained
+    for group in lies:  # caught by now: none is let through
+        world.add(group, "liar")
+    await world.choose()
+    assert sum(len(followed) for _, followed in world.used) == before
+
+
+async def test_without_memory_for_a_check_followers_groups_are_left_out(
+    lead: Lead, model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world, told = Pool(lead, lead.bundle), list[tuple[str, ...]]()
+    world.parts.history = SimpleNamespace(event=lambda *said: told.append(said))
+    world.add(sampled(lead, model(), 4))
+    world.add(RolloutGroup(0, TaskRef("any", "1", 0, 1), "tiny", b"", 0, sampled(lead, model(), 4).completions))
+
+    def no_room(*arguments: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(SpotCheck, "check", no_room)
+    assert await world.choose() == 1
+    assert (world.used[0][1], world.withdrawn) == ([], {})
+    assert told[0][:2] == ("error", "policy")
+    monkeypatch.setattr(SpotCheck, "check", lambda *arguments: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        await world.choose()
+
+
 async def test_a_claim_without_usable_log_probs_gains_nothing_and_costs_nothing(lead: Lead, model: Any) -> None:
     """An honest follower's model may sample a special token between others, whose ids are not taken then."""
     world, bundle = Pool(lead, lead.bundle), model()
@@ -271,6 +309,18 @@ def test_what_rounding_does_not_make_is_not(claimed: list[float]) -> None:
     with pytest.raises(Rejected) as found:
         compare([claimed], [[-1.0, -2.0]], "bfloat16")
     assert found.value.reason is Reason.logprob_mismatch
+
+
+@pytest.mark.parametrize("side", [{"publish": True}, {"follow": LEADER.peer_id}])
+def test_a_model_that_rounds_is_not_held_to_float32(side: dict[str, Any]) -> None:
+    parts: Any = SimpleNamespace(
+        config=Config.model_validate({"federation": {"dtype": "float32", **side}}),
+        bundle=SimpleNamespace(model=SimpleNamespace(dtype=torch.bfloat16)),
+    )
+    nothing: Any = None
+    with pytest.raises(FederationError, match="computes in bfloat16 .* ; set federation.dtype to bfloat16"):
+        make_leading(parts, LEADER, nothing)
+        make_following(parts, nothing, nothing, nothing)
 
 
 def test_float32_is_held_closer() -> None:

@@ -163,6 +163,22 @@ async def test_a_head_is_signed_anew_at_a_start_and_a_full_disk_ends_nothing(
     running.cancel()
 
 
+async def test_a_whole_that_nobody_can_pull_in_time_is_told_once(
+    make_lead: MakeLead, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lead = make_lead(whole_every=1)
+    await lead.publish()
+    lead.update(1)
+    await lead.publish()
+    assert not lead.told
+    monkeypatch.setattr("node.federation.publishing.PIECES_RATE", 1.0)
+    for version in (2, 3, 4):
+        lead.update(version)
+        await lead.publish()
+    assert len(lead.told) == 1
+    assert "nobody can begin to follow" in lead.told[0]
+
+
 async def test_a_version_that_comes_too_soon_is_left_out(make_lead: MakeLead) -> None:
     lead = make_lead()
     running = asyncio.create_task(lead.publisher.run())
