@@ -262,8 +262,8 @@ class Coordinator:
         if self.chain.members is not None:
             self.membership.adopt(self.chain.members)
         record = take_over(last.record, last.digest, term, now, self.pace, self._seed_of(term))
-        self._on_event("coordinator", f"takes over from {last.coordinator}, term {term}")
         await self._sign(record, now)
+        self._on_event("coordinator", f"took over from {last.coordinator}, term {term}")
 
     def _seed_of(self, term: int) -> Callable[[int], bytes]:
         return lambda number: seed_for(self._identity, self.manifest.digest, number, term)

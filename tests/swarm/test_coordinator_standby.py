@@ -9,6 +9,7 @@ from protocol.rounds import Pace, State, seal_round
 from swarm.coordination.attendance import PRESENT_SECONDS
 from swarm.coordination.log_sync import MAX_WAITING as MAX_WAITING_PEERS
 from swarm.coordination.reception import IDLE_ROUNDS
+from swarm.database import StoreError
 from tests.swarm.coordinated import PACE, Clock, Hall, Leader, is_at, manifest_of
 from tests.swarm.world import until, who
 
@@ -193,3 +194,21 @@ async def test_without_any_coordinator_the_log_is_still_had_from_members(hall: H
     bert = await hall.member("bert", anna)
     await until(lambda: bert.chain.round == head and bert.chain.members == anna.chain.members)
     assert bert.access.refused(who("eve").peer_id)
+
+
+async def test_a_standby_that_cannot_write_does_not_tell_that_it_took_over(
+    hall: Hall, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lead, spare = await hall.leader(), await hall.leader("spare")
+    await spare.transport.connect(lead.transport.addresses()[0], timeout=1)
+    await until(lambda: spare.chain.members is not None)
+    with monkeypatch.context() as full:
+        full.setattr(spare.log, "add", no_room)
+        await hall.kill(lead)
+        await until(lambda: spare.kinds("store") != [])
+        assert not [said for said in spare.kinds("coordinator") if "over from" in said]
+    await until(lambda: f"took over from {lead.id}, term 1" in spare.kinds("coordinator"))
+
+
+def no_room(*_: object) -> None:
+    raise StoreError("database or disk is full")
