@@ -174,6 +174,8 @@ class Chain:
                 self.members = members
                 self.on_members(members)
         board = self.log.newest_board()
+        if self.board is None and board and self.log.list_body(board) is None:
+            board = self.log.newest_held_board()  # the next one is made from it: without any, all credit were lost
         body = self.log.list_body(board) if board and board != self._read_board else None
         if body is not None:
             found = read_list(body, Board, self.manifest.digest)
@@ -182,6 +184,7 @@ class Chain:
 
     def keep_list(self, digest: bytes, body: bytes) -> None:
         """Have a good list that a record is about to name, or names."""
-        named = [digest, *([self.head.record.members, self.log.newest_board() or b""] if self.head else [])]
-        self.log.add_list(digest, body, named)
+        named = [digest, *([self.head.record.members, self.log.newest_board()] if self.head else [])]
+        # what is read stays until what is newer is here
+        self.log.add_list(digest, body, [one for one in (*named, self._read_members, self._read_board) if one])
         self._take_lists()

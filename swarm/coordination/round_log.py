@@ -19,6 +19,8 @@ LATE_RECORDS = 64
 """Kept besides, of those that came last: proofs of faults are of old records, too."""
 MAX_LISTS = 16
 """Member lists and boards kept: those that the newest records name."""
+LOOK_BACK = 64
+"""Records looked through for a list that is here, where the newest one is not."""
 SCHEMA = """
 CREATE TABLE round_records (
     row INTEGER PRIMARY KEY, digest BLOB NOT NULL UNIQUE, term INTEGER NOT NULL, number INTEGER NOT NULL,
@@ -152,6 +154,14 @@ class RoundLog:
         """Digest of the last board of an honest coordinator's log."""
         row = self._db.one(f"SELECT record FROM round_records WHERE {_HONEST} AND state = 3 ORDER BY {_ORDER} LIMIT 1")
         return msgspec.msgpack.decode(row[0], type=Round).board if row else None
+
+    def newest_held_board(self) -> bytes | None:
+        """Digest of the last board of an honest coordinator's log that is here."""
+        rows = self._db.all(
+            f"SELECT record FROM round_records WHERE {_HONEST} AND state = 3 ORDER BY {_ORDER} LIMIT ?", LOOK_BACK
+        )
+        boards = (msgspec.msgpack.decode(row[0], type=Round).board for row in rows)
+        return next((board for board in boards if self.list_body(board) is not None), None)
 
     # -- faults ----------------------------------------------------------------------------------------------
 

@@ -6,11 +6,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from protocol.board import Member, MemberList, Report, list_bytes
+from protocol.board import Board, Member, MemberList, Report, list_bytes
 from protocol.manifest import Coordination, embedded_manifest
 from protocol.messages import ReportRequest, Trained
-from protocol.rounds import Facts, Pace, Round, first, open_round, seal_round
+from protocol.rounds import Facts, Pace, Round, State, commitment_of, first, open_round, seal_round
 from swarm.coordination import round_log
+from swarm.coordination.chain import Chain
 from swarm.coordination.membership import Membership, NoSuchMember, NotAdmitted
 from swarm.coordination.reports import Reports
 from swarm.coordination.round_log import Fault, RoundLog
@@ -98,6 +99,25 @@ def test_old_records_that_are_told_again_push_no_new_ones_out(tmp_path: Path, mo
         assert found is not None, "what came last is there for a while: it may be half of a proof"
     assert log.last() == newest
     assert len(log.after(b"", 100)) == 5 + 3
+
+
+def test_where_the_newest_board_is_lost_the_one_before_it_counts_and_stays(tmp_path: Path) -> None:
+    log, boards = RoundLog(tmp_path / "node.db", MANIFEST.digest), []
+    for number in (1, 2):
+        boards.append(list_bytes(Board(MANIFEST.digest, number, ())))
+        evaluated = {"state": State.evaluated, "commitment": commitment_of(b"s" * 32), "seed": b"s" * 32}
+        add(log, msgspec.structs.replace(FIRST, number=number, board=boards[-1][0], **evaluated))
+    (old, body), newest = boards
+    log.add_list(old, body, [])
+    followed = Chain(log, MANIFEST, lambda: NOW)
+    assert followed.board is not None
+    assert followed.board.number == 1
+    assert (newest[0], Board) in followed.missing_lists()
+    for number in range(2 * round_log.MAX_LISTS):
+        followed.keep_list(*list_bytes(MemberList(MANIFEST.digest, (Member(str(number), "member"),))))
+    assert log.list_body(old) == body
+    followed.keep_list(*newest)
+    assert followed.board.number == 2
 
 
 def test_nothing_of_one_swarm_is_taken_into_another(tmp_path: Path) -> None:
