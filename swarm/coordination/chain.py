@@ -163,10 +163,10 @@ class Chain:
 
     def _take_lists(self) -> None:
         """Read what the log names and the store has, where it was not read yet."""
-        if self.head is None:
-            return
-        named = self.head.record.members
-        body = self.log.list_body(named) if named != self._read_members else None
+        named = self.head.record.members if self.head else None
+        if self.members is None and (named is None or self.log.list_body(named) is None):
+            named = self.log.newest_held("members")  # as before a restart: the last one that was read holds on
+        body = self.log.list_body(named) if named and named != self._read_members else None
         if body is not None:
             members = read_list(body, MemberList, self.manifest.digest)
             self._read_members = named
@@ -175,7 +175,7 @@ class Chain:
                 self.on_members(members)
         board = self.log.newest_board()
         if self.board is None and board and self.log.list_body(board) is None:
-            board = self.log.newest_held_board()  # the next one is made from it: without any, all credit were lost
+            board = self.log.newest_held("board")  # the next one is made from it: without any, all credit were lost
         body = self.log.list_body(board) if board and board != self._read_board else None
         if body is not None:
             found = read_list(body, Board, self.manifest.digest)

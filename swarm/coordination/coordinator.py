@@ -35,7 +35,6 @@ from protocol.rounds import (
     first,
     leader_of,
     measured_mix,
-    next_term,
     scaled,
     seal_round,
     seed_for,
@@ -51,6 +50,7 @@ from swarm.coordination.log_sync import LogSync
 from swarm.coordination.membership import Membership, NotAdmitted
 from swarm.coordination.reception import IDLE_ROUNDS, Reception
 from swarm.coordination.reports import Reports
+from swarm.coordination.succession import Succession
 from swarm.database import StoreError
 from swarm.gate import AnnouncementGate
 from swarm.requests import charge, decoded
@@ -96,7 +96,7 @@ class Coordinator:
     ) -> None:
         self._transport, self._identity, self.manifest = transport, identity, manifest
         self.chain, self.sync, self.membership, self.reports = sync.chain, sync, membership, reports
-        self._clock, self.pace, self._patience = clock, pace, patience
+        self._clock, self.pace = clock, pace
         self._evaluation = Evaluation(
             manifest, self.chain, membership, reports, score, clock, on_event, pace.answer_seconds
         )
@@ -110,6 +110,7 @@ class Coordinator:
         self._asks = Allowance(ASK_RATE, ASK_BURST, clock)
         self.access = Access(transport, manifest, clock, on_event=on_event)
         self._complaints = Complaints(self.access.bans, manifest.coordinators, clock, on_event)
+        self._succession = Succession(transport, sync, self._complaints, patience)
         self._attendance = Attendance(reports, self.access, manifest.coordinators, clock)
         self._reception = Reception(
             transport, manifest, self.chain, membership, reports, self._attendance, clock, pace,
@@ -243,24 +244,11 @@ class Coordinator:
             self._number = number
 
     async def _stand_by(self, now: float) -> None:
-        """Take over where the leader has been silent for long, or was proven false."""
-        last, me = self.chain.log.last(honest=False), self._identity.peer_id
-        if last is None or me in self.chain.faults:
+        due = self._succession.due(now, self._started)
+        if due is None:
             return
-        term = next_term(self.manifest, me, last.record.term)
-        # those next in line have their turn first
-        turn = term - last.record.term
-        if last.coordinator in self.chain.faults:
-            silent, wait = now - self._started, self._patience * (turn - 1)
-        else:
-            heard = self.chain.heard_from(last.coordinator) or -math.inf
-            if heard > now:  # by a clock that was ahead
-                heard = -math.inf
-            silent, wait = now - max(heard, self._started), self._patience * turn
-        if silent <= wait:
-            return
-        if self.chain.members is not None:
-            self.membership.adopt(self.chain.members)
+        last, term, members = due
+        self.membership.adopt(members)
         record = take_over(last.record, last.digest, term, now, self.pace, self._seed_of(term))
         await self._sign(record, now)
         self._on_event("coordinator", f"took over from {last.coordinator}, term {term}")

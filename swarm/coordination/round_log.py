@@ -6,6 +6,7 @@ Every node keeps it and serves it, so that the log of a dead coordinator is stil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 
@@ -155,13 +156,15 @@ class RoundLog:
         row = self._db.one(f"SELECT record FROM round_records WHERE {_HONEST} AND state = 3 ORDER BY {_ORDER} LIMIT 1")
         return msgspec.msgpack.decode(row[0], type=Round).board if row else None
 
-    def newest_held_board(self) -> bytes | None:
-        """Digest of the last board of an honest coordinator's log that is here."""
+    def newest_held(self, name: Literal["members", "board"]) -> bytes | None:
+        """Digest of the last list that is here: a board of an honest coordinator's log; a member list of any log where
+        there is no honest one."""
+        which = "TRUE" if name == "members" else f"{_HONEST} AND state = 3"
         rows = self._db.all(
-            f"SELECT record FROM round_records WHERE {_HONEST} AND state = 3 ORDER BY {_ORDER} LIMIT ?", LOOK_BACK
+            f"SELECT record FROM round_records WHERE {which} ORDER BY {_HONEST} DESC, {_ORDER} LIMIT ?", LOOK_BACK
         )
-        boards = (msgspec.msgpack.decode(row[0], type=Round).board for row in rows)
-        return next((board for board in boards if self.list_body(board) is not None), None)
+        named = (getattr(msgspec.msgpack.decode(row[0], type=Round), name) for row in rows)
+        return next((digest for digest in named if self.list_body(digest) is not None), None)
 
     # -- faults ----------------------------------------------------------------------------------------------
 

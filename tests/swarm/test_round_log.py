@@ -120,6 +120,21 @@ def test_where_the_newest_board_is_lost_the_one_before_it_counts_and_stays(tmp_p
     assert followed.board.number == 2
 
 
+@pytest.mark.parametrize("at_fault", [False, True])
+def test_after_a_restart_the_last_member_list_that_is_here_holds_on(tmp_path: Path, at_fault: bool) -> None:
+    log = RoundLog(tmp_path / "node.db", MANIFEST.digest)
+    members = MemberList(MANIFEST.digest, (Member(who("anna").peer_id, "member"),))
+    named, body = list_bytes(members)
+    add(log, msgspec.structs.replace(FIRST, members=named))
+    add(log, msgspec.structs.replace(FIRST, revision=1))
+    log.add_list(named, body, [])
+    if at_fault:
+        log.add_fault(Fault(LEAD.peer_id, "equivocation", "why", b"one", b"two"))
+    followed = Chain(log, MANIFEST, lambda: NOW)
+    assert followed.members == members
+    assert (followed.head is None) is at_fault
+
+
 def test_nothing_of_one_swarm_is_taken_into_another(tmp_path: Path) -> None:
     path, other = tmp_path / "node.db", b"o" * 32
     log, reports = RoundLog(path, MANIFEST.digest), Reports(path, MANIFEST.digest)
