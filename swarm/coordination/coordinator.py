@@ -289,12 +289,15 @@ class Coordinator:
 
     def _list_digest(self) -> bytes:
         """Digest of the member list for the next record, kept where members ask for it."""
-        now, wanted = self._clock(), self.membership.signed_list()
-        due = now - self._revised >= REVISE_SECONDS
-        if self._members is None or wanted.kicked != self._members.kicked or (due and wanted != self._members):
-            self._members, self._revised = wanted, now
-            self.chain.keep_list(*list_bytes(wanted))
+        if self._members is None or self._list_is_due(self._members):
+            self._members, self._revised = self.membership.signed_list(), self._clock()
+            self.chain.keep_list(*list_bytes(self._members))
         return list_bytes(self._members)[0]
+
+    def _list_is_due(self, signed: MemberList) -> bool:
+        wanted = self.membership.signed_list()
+        due = self._clock() - self._revised >= REVISE_SECONDS
+        return wanted.kicked != signed.kicked or (due and wanted != signed)
 
     def _mix(self) -> tuple[int, ...]:
         board = self.chain.board
@@ -330,6 +333,8 @@ class Coordinator:
                 answer = EnterResponse(role, "")
                 self.access.admit(peer, role)
                 self._attendance.saw(peer)
+                if self._members is not None and self._list_is_due(self._members):
+                    await self.step()  # a standby that takes over right now is to know of the new member
             except NotAdmitted as refused:
                 answer = EnterResponse("", str(refused))
         return msgspec.msgpack.encode(answer)
