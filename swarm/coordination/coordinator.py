@@ -96,7 +96,7 @@ class Coordinator:
     ) -> None:
         self._transport, self._identity, self.manifest = transport, identity, manifest
         self.chain, self.sync, self.membership, self.reports = sync.chain, sync, membership, reports
-        self._clock, self.pace = clock, pace
+        self._clock, self.pace, self._patience = clock, pace, patience
         self._evaluation = Evaluation(
             manifest, self.chain, membership, reports, score, clock, on_event, pace.answer_seconds
         )
@@ -107,6 +107,8 @@ class Coordinator:
         """At the clock."""
         self._led_since = self._started
         """When it last did not lead, or its clock was set."""
+        self._failing_since = math.inf
+        """Since when nothing can be written; inf: it can."""
         self._asks = Allowance(ASK_RATE, ASK_BURST, clock)
         self.access = Access(transport, manifest, clock, on_event=on_event)
         self._complaints = Complaints(self.access.bans, manifest.coordinators, clock, on_event)
@@ -123,7 +125,7 @@ class Coordinator:
         """The list as records name it."""
         self._revised = -math.inf
         self.chain.on_members = self.access.take
-        sync.on_asked = self._attendance.saw
+        sync.on_asked = self._asked
         sync.on_offence = self._complaints.note
         if self.chain.members is not None:
             self.access.take(self.chain.members)
@@ -204,7 +206,9 @@ class Coordinator:
             try:
                 await self.step()
                 self._complaints.over("store")
+                self._failing_since = math.inf
             except StoreError as error:  # a full disk may be emptied; nothing is signed meanwhile
+                self._failing_since = min(self._failing_since, self._clock())
                 self._complaints.trouble("store", str(error))
 
     async def step(self) -> None:
@@ -233,7 +237,7 @@ class Coordinator:
     def _start_anew(self, now: float) -> None:
         """Nothing that was noted by the clock before says how long ago it was."""
         self._started = self._led_since = now
-        self._revised = -math.inf
+        self._revised, self._failing_since = -math.inf, math.inf
         self._attendance.set_clock(now)
 
     def _follow_round(self, number: int) -> None:
@@ -319,6 +323,13 @@ class Coordinator:
             await asyncio.sleep(0.0 if busy else TICK_SECONDS)
 
     # -- what members ask ------------------------------------------------------------------------------------
+
+    def _asked(self, peer: str) -> None:
+        """For the log. A leader that cannot write must be silent to its standby: only that one can go on."""
+        self._attendance.saw(peer)
+        failing = self.leading and self._clock() - self._failing_since > self._patience
+        if failing and peer in self.manifest.coordinators:
+            raise Busy(BUSY_SECONDS)
 
     async def _enter(self, peer: str, data: bytes) -> bytes:
         charge(self._asks, peer, 1)

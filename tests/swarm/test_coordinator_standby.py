@@ -212,6 +212,24 @@ async def test_a_standby_that_cannot_write_does_not_tell_that_it_took_over(
     await until(lambda: f"took over from {lead.id}, term 1" in spare.kinds("coordinator"))
 
 
+async def test_a_leader_that_cannot_write_is_taken_over_from_and_stands_by(
+    hall: Hall, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pace = Pace(1, 30, 1, 1.0, groups=0, tasks=2, samples=1)
+    lead, spare = await hall.leader(pace=pace), await hall.leader("spare", pace=pace)
+    await spare.transport.connect(lead.transport.addresses()[0], timeout=1)
+    (anna,) = await hall.swarm(lead, "anna")
+    await anna.transport.connect(spare.transport.addresses()[0], timeout=1)
+    await until(lambda: is_at([anna], 1, State.open) and spare.chain.head == anna.chain.head)
+    with monkeypatch.context() as full:
+        full.setattr(lead.log, "add", no_room)
+        await until(lambda: is_at([anna], 1, State.closing) and anna.chain.leader == spare.id)
+        assert lead.coordinator.leading  # as far as it can tell
+    await until(lambda: lead.chain.leader == spare.id)
+    assert not lead.coordinator.leading
+    assert not anna.chain.faults
+
+
 def no_room(*_: object) -> None:
     raise StoreError("database or disk is full")
 
