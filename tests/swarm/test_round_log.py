@@ -135,6 +135,22 @@ def test_after_a_restart_the_last_member_list_that_is_here_holds_on(tmp_path: Pa
     assert (followed.head is None) is at_fault
 
 
+def test_a_record_that_names_a_board_as_the_member_list_changes_no_list(tmp_path: Path) -> None:
+    log, told = RoundLog(tmp_path / "node.db", MANIFEST.digest), list[str]()
+    members, board = MemberList(MANIFEST.digest, ()), list_bytes(Board(MANIFEST.digest, 1, ()))
+    first_one = add(log, msgspec.structs.replace(FIRST, members=list_bytes(members)[0]))
+    for one in (list_bytes(members), board):
+        log.add_list(*one, [])
+    followed = Chain(log, MANIFEST, lambda: NOW, on_event=lambda kind, said: told.append(said))
+    false = msgspec.structs.replace(FIRST, revision=1, previous=first_one, members=board[0])
+    assert followed.take(seal_round(LEAD, false, NOW))
+    assert followed.members == members
+    followed.keep_list(*board)
+    assert len(told) == 1
+    assert "a list that cannot be read: MemberList" in told[0]
+    assert Chain(log, MANIFEST, lambda: NOW).members is None  # a restart
+
+
 def test_nothing_of_one_swarm_is_taken_into_another(tmp_path: Path) -> None:
     path, other = tmp_path / "node.db", b"o" * 32
     log, reports = RoundLog(path, MANIFEST.digest), Reports(path, MANIFEST.digest)
