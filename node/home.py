@@ -295,23 +295,36 @@ class Home:
 
         Raises HomeError when the home already belongs to another swarm.
         """
+        self.refuse_another(invite.manifest_digest)
+        if not self.invite_path.exists():
+            self.manifest_path.unlink(missing_ok=True)
+        write_atomic(self.invite_path, invite.to_uri().encode(), 0o600)
+
+    def refuse_another(self, digest: bytes) -> None:
+        """Raises HomeError when the home belongs to another swarm than this one."""
         self.require()
         try:
             present = self.swarm()
         except NoSwarm:
-            self.manifest_path.unlink(missing_ok=True)
-        else:
-            if present.manifest_digest != invite.manifest_digest:
-                raise HomeError(
-                    f"home {self.path} is in swarm {present.name!r} already ; "
-                    f"run `shoal --home {self.path} leave` first, of a container `docker compose run --rm node leave`"
-                )
-        write_atomic(self.invite_path, invite.to_uri().encode(), 0o600)
+            return
+        if present.manifest_digest != digest:
+            raise HomeError(
+                f"home {self.path} is in swarm {present.name!r} already ; "
+                f"run `shoal --home {self.path} leave` first, of a container `docker compose run --rm node leave`"
+            )
 
-    def found(self, manifest: Manifest, psk: bytes | None = None) -> None:
-        """Belong to a new swarm of one's own. Raises HomeError when the home already belongs to another one."""
-        self.join(Invite(manifest_digest=manifest.digest, bootstrap=(), psk=psk, name=manifest.name))
+    def found(self, manifest: Manifest, psk: bytes | None = None, *, listed: bool = False) -> None:
+        """Belong to a new swarm of one's own; `listed`: as after `list_publicly`, for a swarm without a `psk`.
+
+        Raises HomeError when the home already belongs to another one.
+        """
+        self.refuse_another(manifest.digest)
         self.keep_manifest(manifest)
+        if listed:
+            write_atomic(self.listed_path, manifest.digest.hex().encode())
+        # it comes last: a kill before it leaves a home that is in no swarm, and founds one at the next call
+        founded = Invite(manifest_digest=manifest.digest, bootstrap=(), psk=psk, name=manifest.name)
+        write_atomic(self.invite_path, founded.to_uri().encode(), 0o600)
 
     def list_publicly(self, listed: bool) -> None:
         """Whether this node tells the public directory of its swarm, of this one only. Raises NoSwarm, HomeError."""

@@ -259,6 +259,8 @@ def _problem(record: Round, manifest: Manifest, issued: int) -> str:
         return f"it closes before it opens, or more than {FARTHEST} s after"
     if max(record.opened, record.answers_by) > issued + FARTHEST:
         return f"it names a time that is more than {FARTHEST} s ahead"
+    if max(record.term, record.number) > issued:  # after the greatest one nobody could sign any more
+        return "terms and rounds take a second at least, so there are no more of them than seconds since 1970"
     return ""
 
 

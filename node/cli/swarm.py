@@ -45,9 +45,7 @@ def create(session: Session, name: str, file: Path | None, private: bool, public
     now = time.time()
     manifest = embedded_manifest(name, now) if file is None else read_manifest(file, name, now)
     with home.lock():
-        home.found(manifest, secrets.token_bytes(32) if private else None)
-        if public:
-            home.list_publicly(True)
+        home.found(manifest, secrets.token_bytes(32) if private else None, listed=public)
     if session.as_json:
         emit({"name": name, "digest": manifest.digest.hex(), "private": private, "public": public})
     else:

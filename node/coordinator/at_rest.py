@@ -30,12 +30,11 @@ def begin(
     named = Coordination((peer_id, *standbys), listed_only=not public)
     now = time.time()
     manifest = embedded_manifest(name, now, named) if file is None else read_manifest(file, name, now, named)
-    home.found(manifest, None if public else secrets.token_bytes(32))
-    if public:
-        home.list_publicly(True)
+    home.refuse_another(manifest.digest)  # whose members are in the same database
     if allowed:
         with closing(members_of(home, manifest)) as members:
             members.allow(allowed)
+    home.found(manifest, None if public else secrets.token_bytes(32), listed=public)
     return manifest
 
 

@@ -163,25 +163,36 @@ class Chain:
 
     def _take_lists(self) -> None:
         """Read what the log names and the store has, where it was not read yet."""
-        if self.head is None:
-            return
-        named = self.head.record.members
-        body = self.log.list_body(named) if named != self._read_members else None
+        named = self.head.record.members if self.head else None
+        if self.members is None and (named is None or self.log.list_body(named) is None):
+            named = self.log.newest_held("members")  # as before a restart: the last one that was read holds on
+        body = self.log.list_body(named) if named and named != self._read_members else None
         if body is not None:
-            members = read_list(body, MemberList, self.manifest.digest)
             self._read_members = named
+            members = self._read(body, MemberList)
             if isinstance(members, MemberList):
                 self.members = members
                 self.on_members(members)
         board = self.log.newest_board()
+        if self.board is None and board and self.log.list_body(board) is None:
+            board = self.log.newest_held("board")  # the next one is made from it: without any, all credit were lost
         body = self.log.list_body(board) if board and board != self._read_board else None
         if body is not None:
-            found = read_list(body, Board, self.manifest.digest)
             self._read_board = board
-            self.board = found if isinstance(found, Board) else None
+            found = self._read(body, Board)
+            self.board = found if isinstance(found, Board) else self.board
+
+    def _read(self, body: bytes, kind: type[MemberList] | type[Board]) -> MemberList | Board | None:
+        """None: what a record names as such a list is one of the other kind."""
+        try:
+            return read_list(body, kind, self.manifest.digest)
+        except Rejected as rejected:
+            self._on_event("coordinator_fault", f"{self.leader}: a list that cannot be read: {rejected.detail}")
+            return None
 
     def keep_list(self, digest: bytes, body: bytes) -> None:
         """Have a good list that a record is about to name, or names."""
-        named = [digest, *([self.head.record.members, self.log.newest_board() or b""] if self.head else [])]
-        self.log.add_list(digest, body, named)
+        named = [digest, *([self.head.record.members, self.log.newest_board()] if self.head else [])]
+        # what is read stays until what is newer is here
+        self.log.add_list(digest, body, [one for one in (*named, self._read_members, self._read_board) if one])
         self._take_lists()

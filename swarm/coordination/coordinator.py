@@ -35,7 +35,6 @@ from protocol.rounds import (
     first,
     leader_of,
     measured_mix,
-    next_term,
     scaled,
     seal_round,
     seed_for,
@@ -51,6 +50,7 @@ from swarm.coordination.log_sync import LogSync
 from swarm.coordination.membership import Membership, NotAdmitted
 from swarm.coordination.reception import IDLE_ROUNDS, Reception
 from swarm.coordination.reports import Reports
+from swarm.coordination.succession import Succession
 from swarm.database import StoreError
 from swarm.gate import AnnouncementGate
 from swarm.requests import charge, decoded
@@ -107,9 +107,12 @@ class Coordinator:
         """At the clock."""
         self._led_since = self._started
         """When it last did not lead, or its clock was set."""
+        self._failing_since = math.inf
+        """Since when nothing can be written; inf: it can."""
         self._asks = Allowance(ASK_RATE, ASK_BURST, clock)
         self.access = Access(transport, manifest, clock, on_event=on_event)
         self._complaints = Complaints(self.access.bans, manifest.coordinators, clock, on_event)
+        self._succession = Succession(transport, sync, self._complaints, patience)
         self._attendance = Attendance(reports, self.access, manifest.coordinators, clock)
         self._reception = Reception(
             transport, manifest, self.chain, membership, reports, self._attendance, clock, pace,
@@ -122,7 +125,7 @@ class Coordinator:
         """The list as records name it."""
         self._revised = -math.inf
         self.chain.on_members = self.access.take
-        sync.on_asked = self._attendance.saw
+        sync.on_asked = self._asked
         sync.on_offence = self._complaints.note
         if self.chain.members is not None:
             self.access.take(self.chain.members)
@@ -203,7 +206,9 @@ class Coordinator:
             try:
                 await self.step()
                 self._complaints.over("store")
+                self._failing_since = math.inf
             except StoreError as error:  # a full disk may be emptied; nothing is signed meanwhile
+                self._failing_since = min(self._failing_since, self._clock())
                 self._complaints.trouble("store", str(error))
 
     async def step(self) -> None:
@@ -232,7 +237,7 @@ class Coordinator:
     def _start_anew(self, now: float) -> None:
         """Nothing that was noted by the clock before says how long ago it was."""
         self._started = self._led_since = now
-        self._revised = -math.inf
+        self._revised, self._failing_since = -math.inf, math.inf
         self._attendance.set_clock(now)
 
     def _follow_round(self, number: int) -> None:
@@ -243,27 +248,14 @@ class Coordinator:
             self._number = number
 
     async def _stand_by(self, now: float) -> None:
-        """Take over where the leader has been silent for long, or was proven false."""
-        last, me = self.chain.log.last(honest=False), self._identity.peer_id
-        if last is None or me in self.chain.faults:
+        due = self._succession.due(now, self._started)
+        if due is None:
             return
-        term = next_term(self.manifest, me, last.record.term)
-        # those next in line have their turn first
-        turn = term - last.record.term
-        if last.coordinator in self.chain.faults:
-            silent, wait = now - self._started, self._patience * (turn - 1)
-        else:
-            heard = self.chain.heard_from(last.coordinator) or -math.inf
-            if heard > now:  # by a clock that was ahead
-                heard = -math.inf
-            silent, wait = now - max(heard, self._started), self._patience * turn
-        if silent <= wait:
-            return
-        if self.chain.members is not None:
-            self.membership.adopt(self.chain.members)
+        last, term, members = due
+        self.membership.adopt(members)
         record = take_over(last.record, last.digest, term, now, self.pace, self._seed_of(term))
-        self._on_event("coordinator", f"takes over from {last.coordinator}, term {term}")
         await self._sign(record, now)
+        self._on_event("coordinator", f"took over from {last.coordinator}, term {term}")
 
     def _seed_of(self, term: int) -> Callable[[int], bytes]:
         return lambda number: seed_for(self._identity, self.manifest.digest, number, term)
@@ -301,12 +293,15 @@ class Coordinator:
 
     def _list_digest(self) -> bytes:
         """Digest of the member list for the next record, kept where members ask for it."""
-        now, wanted = self._clock(), self.membership.signed_list()
-        due = now - self._revised >= REVISE_SECONDS
-        if self._members is None or wanted.kicked != self._members.kicked or (due and wanted != self._members):
-            self._members, self._revised = wanted, now
-            self.chain.keep_list(*list_bytes(wanted))
+        if self._members is None or self._list_is_due(self._members):
+            self._members, self._revised = self.membership.signed_list(), self._clock()
+            self.chain.keep_list(*list_bytes(self._members))
         return list_bytes(self._members)[0]
+
+    def _list_is_due(self, signed: MemberList) -> bool:
+        wanted = self.membership.signed_list()
+        due = self._clock() - self._revised >= REVISE_SECONDS
+        return wanted.kicked != signed.kicked or (due and wanted != signed)
 
     def _mix(self) -> tuple[int, ...]:
         board = self.chain.board
@@ -329,6 +324,13 @@ class Coordinator:
 
     # -- what members ask ------------------------------------------------------------------------------------
 
+    def _asked(self, peer: str) -> None:
+        """For the log. A leader that cannot write must be silent to its standby: only that one can go on."""
+        self._attendance.saw(peer)
+        failing = self.leading and self._clock() - self._failing_since > self._patience
+        if failing and peer in self.manifest.coordinators:
+            raise Busy(BUSY_SECONDS)
+
     async def _enter(self, peer: str, data: bytes) -> bytes:
         charge(self._asks, peer, 1)
         request = decoded(data, EnterRequest, peer, self._complaints.note)
@@ -342,6 +344,8 @@ class Coordinator:
                 answer = EnterResponse(role, "")
                 self.access.admit(peer, role)
                 self._attendance.saw(peer)
+                if self._members is not None and self._list_is_due(self._members):
+                    await self.step()  # a standby that takes over right now is to know of the new member
             except NotAdmitted as refused:
                 answer = EnterResponse("", str(refused))
         return msgspec.msgpack.encode(answer)

@@ -23,7 +23,7 @@ SCORING_SECONDS = 600.0
 MEMBER_SECONDS = 60.0
 """That one member's answers may take in a round."""
 SLICE = 8
-"""Answers of one member scored at a time."""
+"""Answers of one member scored at a time, after the first one of an environment: by that, slow ones are known."""
 BYTES_PER_TOKEN = 128
 MAX_TEXT_BYTES = 64 * 1024
 
@@ -135,7 +135,7 @@ class Evaluation:
         if None in report.answers[number * each : end]:
             begun.at = end
             return
-        some = report.answers[begun.at : min(end, begun.at + SLICE)]
+        some = report.answers[begun.at : min(end, begun.at + (SLICE if first else 1))]
         most = most_bytes(spec)
         items = [
             (round_task(self._manifest, record.seed, spec.name, n // record.samples), text)

@@ -72,7 +72,7 @@ class LogSync:
         """Whom to ask."""
         self._wake = asyncio.Event()
         self.on_asked: Callable[[str], None] = lambda peer: None
-        """Told of every peer that asks for the log."""
+        """Told of every peer that asks for the log. May raise Busy."""
         self.on_offence: Callable[[Rejected, str], None] = lambda rejected, peer: None
         """Told of what no honest peer sends, and who did. May raise StoreError."""
         self._offences: deque[tuple[Rejected, str]] = deque(maxlen=MAX_WAITING)

@@ -6,6 +6,7 @@ Every node keeps it and serves it, so that the log of a dead coordinator is stil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 
@@ -19,6 +20,8 @@ LATE_RECORDS = 64
 """Kept besides, of those that came last: proofs of faults are of old records, too."""
 MAX_LISTS = 16
 """Member lists and boards kept: those that the newest records name."""
+LOOK_BACK = 64
+"""Records looked through for a list that is here, where the newest one is not."""
 SCHEMA = """
 CREATE TABLE round_records (
     row INTEGER PRIMARY KEY, digest BLOB NOT NULL UNIQUE, term INTEGER NOT NULL, number INTEGER NOT NULL,
@@ -152,6 +155,16 @@ class RoundLog:
         """Digest of the last board of an honest coordinator's log."""
         row = self._db.one(f"SELECT record FROM round_records WHERE {_HONEST} AND state = 3 ORDER BY {_ORDER} LIMIT 1")
         return msgspec.msgpack.decode(row[0], type=Round).board if row else None
+
+    def newest_held(self, name: Literal["members", "board"]) -> bytes | None:
+        """Digest of the last list that is here: a board of an honest coordinator's log; a member list of any log where
+        there is no honest one."""
+        which = "TRUE" if name == "members" else f"{_HONEST} AND state = 3"
+        rows = self._db.all(
+            f"SELECT record FROM round_records WHERE {which} ORDER BY {_HONEST} DESC, {_ORDER} LIMIT ?", LOOK_BACK
+        )
+        named = (getattr(msgspec.msgpack.decode(row[0], type=Round), name) for row in rows)
+        return next((digest for digest in named if self.list_body(digest) is not None), None)
 
     # -- faults ----------------------------------------------------------------------------------------------
 

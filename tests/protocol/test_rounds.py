@@ -223,6 +223,8 @@ def test_a_sealed_record_is_read_back_and_fits_gossip() -> None:
         (lambda: msgspec.structs.replace(opened(), closes=2**63 - 1), Reason.malformed),
         (lambda: msgspec.structs.replace(opened(), opened=2**62, closes=2**62), Reason.malformed),
         (lambda: msgspec.structs.replace(closing(), answers_by=int(NOW) + 30 * 86400 + 1), Reason.malformed),
+        (lambda: msgspec.structs.replace(opened(), number=int(NOW) + 1, previous=b"?" * 32), Reason.malformed),
+        (lambda: msgspec.structs.replace(opened(), term=2**31 - 2, previous=b"?" * 32), Reason.malformed),
         (lambda: msgspec.structs.replace(opened(), seed=seed_of(1)), Reason.malformed),
         (lambda: msgspec.structs.replace(closing(), seed=b"x" * 32), Reason.broken_commitment),
         (lambda: msgspec.structs.replace(opened(), tasks=257), Reason.malformed),

@@ -1,5 +1,6 @@
 """Who takes part in a coordinated swarm: invites, kicks, networks, and who makes room."""
 
+import asyncio
 import time
 from pathlib import Path
 
@@ -52,6 +53,21 @@ async def test_invites_have_uses_an_expiry_and_a_role(hall: Hall) -> None:
     assert lead.coordinator.access.barred(anna.id)
     assert once not in lead.path.read_bytes()  # only its hash is kept
     assert lead.membership.enter(anna.id, once) == "observer"  # again, without a use
+
+
+async def test_who_is_let_in_is_on_the_list_before_it_is_told(hall: Hall, monkeypatch: pytest.MonkeyPatch) -> None:
+    lead = await hall.leader()
+    token = lead.membership.invite(uses=2, expires=hall.clock() + 60, role="member")
+    await until(lambda: lead.chain.members is not None)
+    request = msgspec.msgpack.encode(EnterRequest(hall.manifest.digest, token))
+    names = [who(name).peer_id for name in ("anna", "bert")]
+    monkeypatch.setattr("swarm.coordination.coordinator.TICK_SECONDS", 1000)
+    await asyncio.sleep(0.1)  # the last short tick
+    for revise in (0, 1000):  # the second one comes within the time between two lists
+        monkeypatch.setattr("swarm.coordination.coordinator.REVISE_SECONDS", revise)
+        await lead.coordinator._enter(names[revise > 0], request)
+    assert lead.chain.members is not None
+    assert [one.peer for one in lead.chain.members.members] == names[:1]
 
 
 async def test_a_kicked_member_is_banned_by_all_until_it_is_forgiven(hall: Hall) -> None:

@@ -4,11 +4,14 @@ import asyncio
 
 import pytest
 
-from protocol.messages import ROUNDS_PROTOCOL
+from protocol.board import list_bytes
+from protocol.messages import LISTS_PROTOCOL, ROUNDS_PROTOCOL
 from protocol.rounds import Pace, State, seal_round
 from swarm.coordination.attendance import PRESENT_SECONDS
 from swarm.coordination.log_sync import MAX_WAITING as MAX_WAITING_PEERS
 from swarm.coordination.reception import IDLE_ROUNDS
+from swarm.coordination.succession import LIST_SECONDS
+from swarm.database import StoreError
 from tests.swarm.coordinated import PACE, Clock, Hall, Leader, is_at, manifest_of
 from tests.swarm.world import until, who
 
@@ -74,7 +77,7 @@ async def test_a_standby_that_slept_hears_its_leader_before_it_takes_over(hall: 
     await hall.kill(lead)
     spare.chain._heard[lead.id] = own() + 3600
     own.ahead += 9
-    spare.coordinator._patience = 5
+    spare.coordinator._succession._patience = 5
     await until(lambda: spare.coordinator.leading)
 
 
@@ -193,3 +196,91 @@ async def test_without_any_coordinator_the_log_is_still_had_from_members(hall: H
     bert = await hall.member("bert", anna)
     await until(lambda: bert.chain.round == head and bert.chain.members == anna.chain.members)
     assert bert.access.refused(who("eve").peer_id)
+
+
+async def test_a_standby_that_cannot_write_does_not_tell_that_it_took_over(
+    hall: Hall, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lead, spare = await hall.leader(), await hall.leader("spare")
+    await spare.transport.connect(lead.transport.addresses()[0], timeout=1)
+    await until(lambda: spare.chain.members is not None)
+    with monkeypatch.context() as full:
+        full.setattr(spare.log, "add", no_room)
+        await hall.kill(lead)
+        await until(lambda: spare.kinds("store") != [])
+        assert not [said for said in spare.kinds("coordinator") if "over from" in said]
+    await until(lambda: f"took over from {lead.id}, term 1" in spare.kinds("coordinator"))
+
+
+async def test_a_leader_that_cannot_write_is_taken_over_from_and_stands_by(
+    hall: Hall, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pace = Pace(1, 30, 1, 1.0, groups=0, tasks=2, samples=1)
+    lead, spare = await hall.leader(pace=pace), await hall.leader("spare", pace=pace)
+    await spare.transport.connect(lead.transport.addresses()[0], timeout=1)
+    (anna,) = await hall.swarm(lead, "anna")
+    await anna.transport.connect(spare.transport.addresses()[0], timeout=1)
+    await until(lambda: is_at([anna], 1, State.open) and spare.chain.head == anna.chain.head)
+    with monkeypatch.context() as full:
+        full.setattr(lead.log, "add", no_room)
+        await until(lambda: is_at([anna], 1, State.closing) and anna.chain.leader == spare.id)
+        assert lead.coordinator.leading  # as far as it can tell
+    await until(lambda: lead.chain.leader == spare.id)
+    assert not lead.coordinator.leading
+    assert not anna.chain.faults
+
+
+def no_room(*_: object) -> None:
+    raise StoreError("database or disk is full")
+
+
+async def keep_lists_back(lead: Leader) -> None:
+    """As one that is killed between a record and the question for the list that it names."""
+
+    async def dying(peer: str, data: bytes) -> bytes:
+        raise ConnectionError
+
+    lead.transport.serve(LISTS_PROTOCOL, dying, max_request=4096)
+
+
+async def test_a_standby_without_any_member_list_waits_for_one(hall: Hall) -> None:
+    lead = await hall.leader()
+    (anna,) = await hall.swarm(lead, "anna")
+    await until(lambda: is_at([anna], 1, State.open))
+    await keep_lists_back(lead)
+    spare = await hall.leader("spare")
+    await spare.transport.connect(lead.transport.addresses()[0], timeout=1)
+    await until(lambda: spare.chain.round == lead.chain.round)
+    await hall.kill(lead)
+    await hall.wait(spare, 3 * LIST_SECONDS)
+    assert not spare.coordinator.leading
+    (said,) = spare.kinds("members")
+    assert said.startswith("cannot take over from a silent leader: the member list is not here")
+    await anna.transport.connect(spare.transport.addresses()[0], timeout=1)
+    await until(lambda: anna.chain.leader == spare.id)
+    assert [one.peer for one in spare.membership.members()] == [anna.id]
+    await asyncio.sleep(0.3)
+    assert anna.entering.listed
+
+
+@pytest.mark.parametrize("told", [True, False])
+async def test_a_standby_with_an_older_list_asks_for_the_last_one_and_waits_for_it(hall: Hall, told: bool) -> None:
+    lead, spare = await hall.leader(), await hall.leader("spare")
+    await spare.transport.connect(lead.transport.addresses()[0], timeout=1)
+    anna, eve = await hall.swarm(lead, "anna", "eve")
+    await anna.transport.connect(spare.transport.addresses()[0], timeout=1)
+    await until(lambda: spare.chain.members is not None and spare.chain.members == lead.chain.members)
+    await keep_lists_back(lead)
+    lead.membership.kick(eve.id, "")
+    await until(lambda: lead.chain.members is not None and eve.id in lead.chain.members.kicked)
+    await until(lambda: spare.chain.head == lead.chain.head)
+    digest, body = list_bytes(lead.membership.signed_list())
+    await hall.kill(lead)
+    await hall.wait(spare, 10)
+    assert not spare.coordinator.leading
+    if told:
+        anna.chain.keep_list(digest, body)
+    else:
+        await hall.wait(spare, LIST_SECONDS + 2)
+    await until(lambda: spare.coordinator.leading)
+    assert bool(spare.membership.kicked()) is told

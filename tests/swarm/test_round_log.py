@@ -6,11 +6,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from protocol.board import Member, MemberList, Report, list_bytes
+from protocol.board import Board, Member, MemberList, Report, list_bytes
 from protocol.manifest import Coordination, embedded_manifest
 from protocol.messages import ReportRequest, Trained
-from protocol.rounds import Facts, Pace, Round, first, open_round, seal_round
+from protocol.rounds import Facts, Pace, Round, State, commitment_of, first, open_round, seal_round
 from swarm.coordination import round_log
+from swarm.coordination.chain import Chain
 from swarm.coordination.membership import Membership, NoSuchMember, NotAdmitted
 from swarm.coordination.reports import Reports
 from swarm.coordination.round_log import Fault, RoundLog
@@ -98,6 +99,56 @@ def test_old_records_that_are_told_again_push_no_new_ones_out(tmp_path: Path, mo
         assert found is not None, "what came last is there for a while: it may be half of a proof"
     assert log.last() == newest
     assert len(log.after(b"", 100)) == 5 + 3
+
+
+def test_where_the_newest_board_is_lost_the_one_before_it_counts_and_stays(tmp_path: Path) -> None:
+    log, boards = RoundLog(tmp_path / "node.db", MANIFEST.digest), []
+    for number in (1, 2):
+        boards.append(list_bytes(Board(MANIFEST.digest, number, ())))
+        evaluated = {"state": State.evaluated, "commitment": commitment_of(b"s" * 32), "seed": b"s" * 32}
+        add(log, msgspec.structs.replace(FIRST, number=number, board=boards[-1][0], **evaluated))
+    (old, body), newest = boards
+    log.add_list(old, body, [])
+    followed = Chain(log, MANIFEST, lambda: NOW)
+    assert followed.board is not None
+    assert followed.board.number == 1
+    assert (newest[0], Board) in followed.missing_lists()
+    for number in range(2 * round_log.MAX_LISTS):
+        followed.keep_list(*list_bytes(MemberList(MANIFEST.digest, (Member(str(number), "member"),))))
+    assert log.list_body(old) == body
+    followed.keep_list(*newest)
+    assert followed.board.number == 2
+
+
+@pytest.mark.parametrize("at_fault", [False, True])
+def test_after_a_restart_the_last_member_list_that_is_here_holds_on(tmp_path: Path, at_fault: bool) -> None:
+    log = RoundLog(tmp_path / "node.db", MANIFEST.digest)
+    members = MemberList(MANIFEST.digest, (Member(who("anna").peer_id, "member"),))
+    named, body = list_bytes(members)
+    add(log, msgspec.structs.replace(FIRST, members=named))
+    add(log, msgspec.structs.replace(FIRST, revision=1))
+    log.add_list(named, body, [])
+    if at_fault:
+        log.add_fault(Fault(LEAD.peer_id, "equivocation", "why", b"one", b"two"))
+    followed = Chain(log, MANIFEST, lambda: NOW)
+    assert followed.members == members
+    assert (followed.head is None) is at_fault
+
+
+def test_a_record_that_names_a_board_as_the_member_list_changes_no_list(tmp_path: Path) -> None:
+    log, told = RoundLog(tmp_path / "node.db", MANIFEST.digest), list[str]()
+    members, board = MemberList(MANIFEST.digest, ()), list_bytes(Board(MANIFEST.digest, 1, ()))
+    first_one = add(log, msgspec.structs.replace(FIRST, members=list_bytes(members)[0]))
+    for one in (list_bytes(members), board):
+        log.add_list(*one, [])
+    followed = Chain(log, MANIFEST, lambda: NOW, on_event=lambda kind, said: told.append(said))
+    false = msgspec.structs.replace(FIRST, revision=1, previous=first_one, members=board[0])
+    assert followed.take(seal_round(LEAD, false, NOW))
+    assert followed.members == members
+    followed.keep_list(*board)
+    assert len(told) == 1
+    assert "a list that cannot be read: MemberList" in told[0]
+    assert Chain(log, MANIFEST, lambda: NOW).members is None  # a restart
 
 
 def test_nothing_of_one_swarm_is_taken_into_another(tmp_path: Path) -> None:
