@@ -118,7 +118,7 @@ class RewardCrew:
             ray_cluster.kill(actor)
             raise ScorerError(
                 f"Ray did not start reward worker {lane.bundle.number + 1} on {lane.bundle.host}: "
-                f"{str(error) or 'no answer in time'}; see `ray status`"
+                f"{str(error) or 'no answer in time'}; {ray_cluster.NOT_THERE}"
             ) from error
         if isinstance(answer, Refused):
             ray_cluster.kill(actor)
