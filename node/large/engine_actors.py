@@ -102,7 +102,7 @@ class RayServer:
             await self._discard()
             raise ServerGone(
                 f"Ray did not start engine {self._bundle.number + 1} on {self._bundle.host}: "
-                f"{str(error) or f'no answer within {self._seconds:.0f} s'}; see `ray status`"
+                f"{str(error) or f'no answer within {self._seconds:.0f} s'}; {ray_cluster.NOT_THERE}"
             ) from error
         host, port, self.pid = started
         await self._near.point(host, port, secret)

@@ -27,6 +27,11 @@ NODE_LABEL = "ray.io/node-id"
 SURVEY_SECONDS = 120.0
 """For a machine to say what it is: Ray starts a Python process for it."""
 CLOSE_SECONDS = 60.0
+NOT_THERE = (
+    "see `ray status`; if that machine is gone, or Ray was started again on it, which makes it another one to Ray, "
+    "start the node again: it plans anew with what is there"
+)
+"""What to do about a part that does not come up: each is pinned to a machine by Ray's id of it."""
 VARIABLES = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_agent_register_timeout_ms": "180000"}
 """No reports to Ray's makers; and a machine that is busy may take longer than 15 s to start one."""
 

@@ -36,6 +36,8 @@ class RewardActor:
 
     def __init__(self, environments: Sequence[EnvironmentSpec], deadline: float, memory_mb: int) -> None:
         self._scorer = Scorer(environments, deadline=deadline, memory_mb=memory_mb, clock=time.monotonic)
+        self._turn = asyncio.Lock()
+        """Chunks in the order that they came: the scorer lets others in wherever an answer ended its process."""
 
     async def start(self) -> Ready | Refused:
         try:
@@ -47,7 +49,8 @@ class RewardActor:
     async def work(self, jobs: Sequence[Job]) -> tuple[list[Done], int] | Refused:
         """What came of the jobs, and how often the scorer process was started anew so far."""
         try:
-            return await self._scorer.work(jobs, foreign=False), self._scorer.restarts
+            async with self._turn:
+                return await self._scorer.work(jobs, foreign=False), self._scorer.restarts
         except ScorerError as error:
             return Refused(str(error))
 
@@ -115,7 +118,7 @@ class RewardCrew:
             ray_cluster.kill(actor)
             raise ScorerError(
                 f"Ray did not start reward worker {lane.bundle.number + 1} on {lane.bundle.host}: "
-                f"{str(error) or 'no answer in time'}; see `ray status`"
+                f"{str(error) or 'no answer in time'}; {ray_cluster.NOT_THERE}"
             ) from error
         if isinstance(answer, Refused):
             ray_cluster.kill(actor)
@@ -168,9 +171,10 @@ class RewardCrew:
         raise ScorerError(f"{TRIES} reward workers failed over the same {len(jobs)} answers; see `ray status`")
 
     def _seconds(self, jobs: int) -> float:
-        """Deadline of a chunk, of which each answer may take its own: with others before it, and a start."""
-        one = jobs * (self._limits.scorer_seconds + GRACE_SECONDS) + self._limits.scorer_seconds
-        return START_SECONDS + self._in_flight * one
+        """Deadline of a chunk, of which each answer may take its own: with others of any size before it and a start."""
+        each, others = self._limits.scorer_seconds, self._in_flight - 1
+        every = jobs + others * CHUNK_JOBS
+        return START_SECONDS + every * (each + GRACE_SECONDS) + (1 + others) * each
 
     async def _take(self, foreign: bool) -> tuple[_Lane, Any]:
         """Room at the least busy actor. Raises ScorerError when none comes in the time that a start may take."""

@@ -120,7 +120,7 @@ class RayLauncher:
             for actor in self._actors:
                 ray_cluster.kill(actor)
             raise LaunchFailed(
-                f"Ray did not start the trainer's workers on {_hosts(self._bundles)}: {error}; see `ray status`"
+                f"Ray did not start the trainer's workers on {_hosts(self._bundles)}: {error}; {ray_cluster.NOT_THERE}"
             ) from error
         self.gpus = {rank: gpus for rank, (_, gpus) in enumerate(started)}
         return [
@@ -141,7 +141,11 @@ class RayLauncher:
             names = {str(rank) for rank in range(len(asked))}
             while connections.keys() != names:
                 if time.monotonic() > until:
-                    missing = ", ".join(str(int(name) + 1) for name in sorted(names - connections.keys()))
+                    missing = ", ".join(
+                        f"{bundle.number + 1} on {bundle.host}"
+                        for bundle in self._bundles
+                        if str(bundle.number) not in connections
+                    )
                     raise TimeoutError(f"worker {missing} did not connect in time (limits.stage_seconds)")
                 self._accept(listener, secret, names, connections)
                 for reference in asked:

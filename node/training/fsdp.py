@@ -132,24 +132,31 @@ def dealt(micros: Sequence[MicroBatch], part: int, count: int) -> Iterator[Micro
 def evened(micros: Sequence[MicroBatch], count: int) -> Sequence[MicroBatch]:
     """The same sequences in micro-batches that keep `count` processes equally busy, in as many rounds.
 
-    What is merged in one micro-batch costs twice in two, so an even part is tried with some room, too. The
-    work is the largest micro-batch of each round, added up: the others wait for it.
+    What is merged in one micro-batch costs twice in two, so an even part is tried with some room, too, but none is
+    made larger than the largest was: memory is planned for that. The work is the largest micro-batch of each round,
+    added up: the others wait for it.
     """
     if len(micros) % count == 0:
         return micros
     slots = -(-len(micros) // count) * count
     part = -(-sum(len(micro.trie) for micro in micros) // slots)
+    most = _largest(micros)
     members = [member for micro in micros for member in micro.members]
     tried = [micros]
     for room in ROOM:
         budget = max(SMALLEST_PART, int(part * room))
         tried.append(micro_batches(micros[0].groups, members, budget, micros[0].trie.merge))
-    return min((those for those in tried if len(those) <= slots), key=lambda those: _work(those, count))
+    fitting = (those for those in tried if len(those) <= slots and _largest(those) <= most)
+    return min(fitting, key=lambda those: _work(those, count))
+
+
+def _largest(micros: Sequence[MicroBatch]) -> int:
+    return max(len(micro.trie) for micro in micros)
 
 
 def _work(micros: Sequence[MicroBatch], count: int) -> int:
     starts = range(0, len(micros), count)
-    return sum(max(len(micro.trie) for micro in micros[start : start + count]) for start in starts)
+    return sum(_largest(micros[start : start + count]) for start in starts)
 
 
 class ShardedWeights:

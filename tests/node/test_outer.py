@@ -124,6 +124,20 @@ def test_robust_means() -> None:
     assert combine(many, "trimmed").tolist() == [(4 + 9 + 16 + 25) / 4]
 
 
+@pytest.mark.parametrize(
+    ("robust", "least"),
+    [("median", {3: 2, 4: 2, 5: 3, 6: 3, 7: 4, 8: 4}), ("trimmed", dict.fromkeys(range(3, 8), 2) | {8: 3})],
+)
+def test_how_many_nodes_steer_a_robust_mean(robust: outer.Robust, least: dict[int, int]) -> None:
+    """As docs/security.md has it."""
+    for nodes, hostile in least.items():
+        rows = torch.zeros(nodes, 1)
+        rows[: hostile - 1] = 3.0
+        assert combine(rows, robust).tolist() == [0.0]
+        rows[hostile - 1] = 3.0
+        assert combine(rows, robust) > 0
+
+
 def test_a_minority_cannot_turn_the_median_around() -> None:
     state = start()
     honest = [moved(state.anchor, 1), *(moved(state.anchor, 1) for _ in range(2))]

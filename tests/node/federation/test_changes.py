@@ -45,6 +45,12 @@ def test_last_bits_of_a_tenth_of_the_words_take_less_than_a_bit_a_word() -> None
     assert packed(old, old) == bytes(12)
 
 
+def test_bits_without_any_order_are_within_the_bound() -> None:
+    chance = np.random.default_rng(0)
+    old, new = (chance.integers(0, 2**16, BLOCK_WORDS, np.uint16) for _ in range(2))
+    assert (applied(packed(old, new), old) == new).all()
+
+
 def test_gaps_of_any_length() -> None:
     where = np.array([0, 1, 255, 256, 511, 766, 1022, 100_000])
     raw = np.frombuffer(changes._gaps(where), np.uint8)

@@ -19,7 +19,7 @@ from node.batching import micro_batches
 from node.checkpoint import CheckpointError
 from node.config_train import TrainConfig
 from node.engines.vllm_weights import digest
-from node.interfaces import TrainerLost, UpdateStats
+from node.interfaces import TrainerLost, TrainGroup, TrainSequence, UpdateStats
 from node.models import ModelError, load_model
 from node.training import files
 from node.training.fsdp import evened
@@ -43,6 +43,14 @@ def test_work_is_made_even_where_that_makes_it_shorter() -> None:
     single = micro_batches(groups, members[:1], 640)
     assert evened(single, 4) == single
     assert evened([], 2) == []
+
+
+def test_even_work_takes_no_larger_micro_batches() -> None:
+    answers = tuple(TrainSequence((at, *range(100, 111)), (True,) * 12, 0.0, None) for at in range(15))
+    micros = micro_batches([TrainGroup(tuple(range(200, 220)), answers, "own")], [(0, at) for at in range(15)], 64)
+    assert [len(micro.trie) for micro in micros] == [56] * 5
+    # four of 68 would be less work, and above the setting
+    assert [len(micro.trie) for micro in evened(micros, 2)] == [56] * 5
 
 
 def test_rows_are_dealt_as_torch_chunks_them() -> None:

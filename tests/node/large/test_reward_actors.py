@@ -9,9 +9,9 @@ import pytest
 from node.config import LimitsConfig
 from node.interfaces import Score
 from node.large import reward_actors
-from node.large.reward_actors import RewardCrew
+from node.large.reward_actors import RewardActor, RewardCrew
 from node.large.room import Bundle
-from node.scorer import MAX_WAITING, Scorer, ScorerError, make_scorer
+from node.scorer import CHUNK_JOBS, GRACE_SECONDS, MAX_WAITING, START_SECONDS, Scorer, ScorerError, make_scorer
 from node.scorer_wire import Done, Job, Ready, Refused
 from protocol.manifest import EnvironmentSpec
 from protocol.rollout import TaskRef
@@ -141,6 +141,26 @@ async def test_a_chunk_goes_to_the_next_actor_when_its_own_ends(crew: RewardCrew
     await scorer.close()
 
 
+async def test_a_small_chunk_has_the_time_of_the_large_one_before_it(crew: RewardCrew) -> None:
+    each = LIMITS.scorer_seconds + GRACE_SECONDS
+    assert crew._seconds(4) >= START_SECONDS + CHUNK_JOBS * each + 4 * each
+
+
+async def test_an_actor_has_no_chunk_overtaken_by_later_ones() -> None:
+    actor = RewardActor([SPEC], LIMITS.scorer_seconds, LIMITS.scorer_memory_mb)
+    said: list[str] = []
+
+    async def work(jobs: Sequence[Job], foreign: bool) -> list[Done]:
+        for job in jobs:  # a turn each, as after answers that ended the process
+            await asyncio.sleep(0)
+            said.append(str(job.answer))
+        return []
+
+    actor._scorer.work = work  # type: ignore[method-assign]
+    await asyncio.gather(*(actor.work([Job(ref, name) for ref, _ in items(3)]) for name in "ab"))
+    assert said == ["a", "a", "a", "b", "b", "b"]
+
+
 async def test_answers_that_end_every_actor_are_given_up_at_the_third(crew: RewardCrew, ray: Any) -> None:
     class Fragile(Even):
         async def work(self, jobs: Sequence[Job]) -> tuple[list[Done], int]:
@@ -170,7 +190,7 @@ async def test_what_cannot_be_had_is_said(crew: RewardCrew, ray: Any, monkeypatc
 
     ray.replaced = lambda number: Late
     ray.section.start_seconds = 0.05
-    with pytest.raises(ScorerError, match=r"did not start reward worker 1 on 10.0.0.1: no answer in time"):
+    with pytest.raises(ScorerError, match=r"reward worker 1 on 10.0.0.1: no answer in time; .* start the node again"):
         await crew.start()
     # none has room, and none comes
     monkeypatch.setattr(reward_actors, "START_SECONDS", 0.0)

@@ -108,15 +108,16 @@ class Twice(TrainerActor):
 @pytest.mark.parametrize(
     ("second", "seconds", "why"),
     [
-        (Broken, 60.0, "did not start .* on 10.0.0.1: no such file: trainer.log"),
-        (Silent, 1.0, "worker 2 did not connect in time"),
-        (Twice, 3.0, "worker [12] did not connect in time"),
+        (Broken, 60.0, "did not start .* on 10.0.0.1, 10.0.0.2: no such file: trainer.log"),
+        (Silent, 1.0, "worker 2 on 10.0.0.2 did not connect in time .* start the node again: it plans anew"),
+        (Twice, 3.0, "worker [12] on 10.0.0.[12] did not connect in time"),
     ],
 )
 def test_those_that_do_not_come(
     ray: Any, bundles: list[Bundle], plan: WorkerPlan, second: type, seconds: float, why: str
 ) -> None:
     ray.replaced = lambda number: second if number == 1 else None
+    bundles[1] = replace(bundles[1], host="10.0.0.2")
     with pytest.raises(LaunchFailed, match=why):
         launcher(ray, bundles, plan).launch(2, seconds)
     assert all(actor.dead for actor in ray.actors)
