@@ -16,7 +16,7 @@ import torch
 
 from node.checkpoint import CheckpointError
 from node.config import Config
-from node.disk import AVERAGING
+from node.disk import AVERAGING, advice
 from node.history import History
 from node.home import Home
 from node.limits import NoRoom
@@ -90,8 +90,12 @@ class Averaging:
                 self._forget(got)
         except (NotAveraged, NoOuterStep) as why:
             p.history.event("info", "averaging", f"no outer step after step {step}: {why}; going on alone")
+        except FileNotFoundError as gone:
+            why = f"{gone.filename} is gone: the averager was started again meanwhile"
+            p.history.event("info", "averaging", f"no outer step after step {step}: {why}; going on alone")
         except OSError as error:
-            p.history.event("error", "averaging", f"no outer step after step {step}: {error}; free some disk")
+            fix = advice(error, self.directory)
+            p.history.event("error", "averaging", f"no outer step after step {step}: {error}; {fix}")
         return False
 
     async def _ask_for_room(self, weights: int) -> None:

@@ -82,12 +82,16 @@ def layout(weights: Mapping[str, torch.Tensor]) -> str:
 def write(flat: torch.Tensor, path: Path) -> bytes:
     """Write a vector as little-endian float32, replacing the file; returns its SHA-256. Raises OSError."""
     hashed, aside = hashlib.sha256(), path.with_suffix(".aside")
-    with aside.open("wb") as file:
-        for part in flat.split(CHUNK):
-            data = part.numpy().astype("<f4", copy=False).tobytes()
-            hashed.update(data)
-            file.write(data)
-    aside.replace(path)
+    try:
+        with aside.open("wb") as file:
+            for part in flat.split(CHUNK):
+                data = part.numpy().astype("<f4", copy=False).tobytes()
+                hashed.update(data)
+                file.write(data)
+        aside.replace(path)
+    except OSError:  # it would hold on to the room that there is too little of
+        aside.unlink(missing_ok=True)
+        raise
     return hashed.digest()
 
 

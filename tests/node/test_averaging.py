@@ -1,6 +1,7 @@
 """Rounds in a node's loop: an outer step is in a checkpoint or undone, and restarts go on bit for bit."""
 
 import asyncio
+import errno
 import os
 import signal
 import subprocess
@@ -145,6 +146,33 @@ async def test_a_round_and_its_checkpoint_each_have_the_deadline_of_a_stage(make
     assert node.progress.stages["checkpoint"] > 1.2
     # and what is configured leaves a round the time in which it is given up
     assert ROUND_SLACK > SLACK_SECONDS
+
+
+async def test_what_fails_in_a_round_is_told_as_what_it_is(make: Callable[..., Any], tmp_path: Path) -> None:
+    node = make()
+    node.averaging.begin(None)
+    node.trainer.update(batch(1))
+    node.averaging.averager.brings = [flat(node).numpy()]
+    come_together = node.averaging.averager.round
+
+    async def restarted(*arguments: Any) -> Contributions:
+        got: Contributions = await come_together(*arguments)
+        got.all[1].path.unlink()
+        return got
+
+    async def broken(*arguments: Any) -> Contributions:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    for node.averaging.averager.round in (restarted, broken):
+        assert await node.averaging.round(node, lambda: pytest.fail("there is nothing to keep")) is False
+    gone, failed = told(node)
+    assert gone.endswith("peer-0.bin is gone: the averager was started again meanwhile; going on alone")
+    assert failed.endswith("Input/output error; see to that disk")
+
+    (tmp_path / "own.bin").mkdir()  # cannot be replaced by a file
+    with pytest.raises(OSError, match="own"):
+        outer.write(flat(node), tmp_path / "own.bin")
+    assert not (tmp_path / "own.aside").exists()
 
 
 async def test_a_round_without_room_is_not_begun(make: Callable[..., Any]) -> None:
