@@ -91,8 +91,8 @@ class Averaging:
         except (NotAveraged, NoOuterStep) as why:
             p.history.event("info", "averaging", f"no outer step after step {step}: {why}; going on alone")
         except FileNotFoundError as gone:
-            why = f"{gone.filename} is gone: the averager was started again meanwhile"
-            p.history.event("info", "averaging", f"no outer step after step {step}: {why}; going on alone")
+            said = f"{gone.filename} is gone: the averager was started again meanwhile"
+            p.history.event("info", "averaging", f"no outer step after step {step}: {said}; going on alone")
         except OSError as error:
             fix = advice(error, self.directory)
             p.history.event("error", "averaging", f"no outer step after step {step}: {error}; {fix}")
