@@ -105,7 +105,7 @@ class Elsewhere:
 
 async def test_beyond_loopback_probes_say_less(view, clock):
     auth = Auth(TOKEN, clock)
-    handlers = Handlers(view, auth, Guard(auth, "0.0.0.0", ()), Streams())
+    handlers = Handlers(view, auth, Guard(auth, "0.0.0.0", (), str), Streams())
     view.state |= {"state": "FAILED", "reason": "/home/user/secret"}
 
     def request(path, **headers):
