@@ -15,7 +15,7 @@ from node.engines.vllm_adapters import LORA_VARIABLES, AdapterTransfer, lora_arg
 from node.engines.vllm_client import LINE_BYTES, Address, VllmClient
 from node.engines.vllm_probe import EngineSetupError
 from node.engines.vllm_server import ServerPlan, VllmServer
-from node.engines.vllm_transfer import FileTransfer, NcclTransfer
+from node.engines.vllm_transfer import FileTransfer, NcclTransfer, WeightTransfer
 from node.engines.vllm_upkeep import Upkeep
 from node.engines.vllm_weights import WeightFiles
 from node.hardware import Machine, sleeps
@@ -100,9 +100,7 @@ def as_sampled(bundle: ModelBundle, config: Config) -> ModelBundle:
     return bundle if config.train.routing_replay != "off" else dataclasses.replace(bundle, routing=None)
 
 
-def make_transfer(
-    config: Config, bundle: ModelBundle, device: Device, machine: Machine, root: Path
-) -> FileTransfer | AdapterTransfer:
+def make_transfer(config: Config, bundle: ModelBundle, device: Device, machine: Machine, root: Path) -> WeightTransfer:
     """How the server gets what is trained; `root` is where it is written."""
     if config.train.lora_rank:
         return AdapterTransfer(root, device, bundle, config)

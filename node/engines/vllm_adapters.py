@@ -45,18 +45,22 @@ def lora_arguments(config: Config) -> tuple[str, ...]:
 LORA_VARIABLES = (("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "True"),)
 
 
-class AdapterTransfer(FileTransfer):
+class AdapterTransfer:
     """Writes the adapters of a version; the base model never leaves the server, nor its memory while it sleeps."""
 
     in_place = False
     sleep_level = "1"
+    model = ""
 
     def __init__(self, root: Path, device: Device, bundle: ModelBundle, config: Config) -> None:
         # a request that had to wait may have its adapters read from disk once more
-        files = WeightFiles(root, functools.partial(_export, bundle), keep=slots(config) + 1)
-        super().__init__(files, device)
+        self.files = WeightFiles(root, functools.partial(_export, bundle), keep=slots(config) + 1)
+        self._written = FileTransfer(self.files, device)
         self.bundle, self.lora_rank = bundle, config.train.lora_rank
         self._given: list[str] = []
+
+    async def prepare(self, version: int) -> None:
+        await self._written.prepare(version)
 
     async def load(self, client: VllmClient, seconds: float) -> None:
         published = self.files.latest
@@ -80,6 +84,9 @@ class AdapterTransfer(FileTransfer):
 
     def forget(self) -> None:
         self._given = []
+
+    async def close(self) -> None:
+        await self._written.close()
 
 
 def _export(bundle: ModelBundle, directory: Path) -> None:

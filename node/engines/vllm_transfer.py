@@ -62,7 +62,19 @@ class FileTransfer:
         """What this server was given last; other servers may be given the same files."""
 
     async def prepare(self, version: int) -> None:
-        await self._published(version)
+        """This version's files, written once. Files that are to be loaded a second time are compared first."""
+        latest = self.files.latest
+        if latest is None or latest.version != version:
+            # on the model thread: nothing may change the weights while they are written
+            self._taken = await self.device.run(self._current, version)
+        elif latest is not self._taken:  # just written, for another server
+            self._taken = latest
+        else:
+            try:
+                await asyncio.to_thread(self.files.verify, latest)
+            except WeightFilesError as error:
+                log.warning("%s", error)
+                self._taken = await self.device.run(self.files.publish, version)
 
     async def load(self, client: VllmClient, seconds: float) -> None:
         published = self.files.latest
@@ -87,29 +99,13 @@ class FileTransfer:
     async def close(self) -> None:
         await asyncio.to_thread(self.files.close)
 
-    async def _published(self, version: int) -> Published:
-        """This version's files, written once. Files that are to be loaded a second time are compared first."""
-        latest = self.files.latest
-        if latest is None or latest.version != version:
-            # on the model thread: nothing may change the weights while they are written
-            self._taken = await self.device.run(self._current, version)
-        elif latest is not self._taken:  # just written, for another server
-            self._taken = latest
-        else:
-            try:
-                await asyncio.to_thread(self.files.verify, latest)
-            except WeightFilesError as error:
-                log.warning("%s", error)
-                self._taken = await self.device.run(self.files.publish, version)
-        return self._taken
-
     def _current(self, version: int) -> Published:
         """On the model thread: another server's call, which was there first, may have written them."""
         latest = self.files.latest
         return latest if latest is not None and latest.version == version else self.files.publish(version)
 
 
-class NcclTransfer(FileTransfer):
+class NcclTransfer:
     """Broadcasts the trainer's own tensors to the server's GPUs; files are written only for the server's start.
 
     The trainer is rank 0 of a group with all workers. It makes the group's id and sends it by HTTP, so neither side
@@ -117,14 +113,18 @@ class NcclTransfer(FileTransfer):
     `NCCLWeightTransferEngine` receives it with `packed` false. Never run here: no GPU (docs/limits.md).
     """
 
+    in_place = True
+    sleep_level = "2"
+    lora_rank = 0
+    model = ""
+
     def __init__(self, files: WeightFiles, device: Device, bundle: ModelBundle) -> None:
-        super().__init__(files, device)
-        self.bundle = bundle
+        self._at_start, self.device, self.bundle = FileTransfer(files, device), device, bundle
         self._group: object | None = None
 
     async def prepare(self, version: int) -> None:
-        if self.files.latest is None:
-            await self._published(version)
+        if self._at_start.files.latest is None:
+            await self._at_start.prepare(version)
 
     async def load(self, client: VllmClient, seconds: float) -> None:
         if self._group is None:
@@ -143,8 +143,14 @@ class NcclTransfer(FileTransfer):
         )
         await client.post("/finish_weight_update", {}, seconds)
 
+    async def start(self, server: OwnServer) -> None:
+        await self._at_start.start(server)
+
     def forget(self) -> None:
         self._group = None
+
+    async def close(self) -> None:
+        await self._at_start.close()
 
     async def _join(self, client: VllmClient, seconds: float) -> None:
         workers = int((await client.get("/get_world_size", seconds))["world_size"])

@@ -344,7 +344,7 @@ class Made:
         device = Device()
         if lora_rank:
             whole = Config.model_validate({"train": {"lora_rank": lora_rank}})
-            transfer: FileTransfer = AdapterTransfer(root, device, bundle, whole)
+            transfer: FileTransfer | AdapterTransfer = AdapterTransfer(root, device, bundle, whole)
             transfer.files.export = self._export
         else:
             transfer = FileTransfer(WeightFiles(root, self._export), device)
